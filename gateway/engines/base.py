@@ -1,0 +1,95 @@
+"""What the gateway asks of an inference engine. Implementations: `sglang.SGLangEngine`."""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling options in the engine's terms. `max_new_tokens` counts tokens, `temperature` 0 is greedy."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    json_schema: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens `[start, end)` were sampled under weights `version`. Offsets count from the first output token."""
+
+    start: int
+    end: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens that arrived since the chunk before. The last chunk of a generation carries `finish`."""
+
+    output_ids: list[int]
+    logprobs: list[float]  # one per output id: log-prob of that token under the sampling distribution
+    finish: "Finish | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a generation ended, with what the engine knows of the whole of it."""
+
+    reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    version_spans: tuple[VersionSpan, ...]
+    matched_stop: str | int | None = None  # stop string or stop token id that ended it
+    meta: dict[str, Any] = field(default_factory=dict)  # retractions, engine latency (s), dp_rank
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine says of itself."""
+
+    model_path: str
+    context_length: int  # most tokens of prompt + output
+    weight_version: str
+
+
+class EngineError(Exception):
+    """The engine refused or failed a request. `status` is its HTTP status, None when it did not answer."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Engine(Protocol):
+    """One inference server. All methods raise `EngineError` when it does not answer or refuses."""
+
+    url: str
+
+    def generate(
+        self, input_ids: Sequence[int], params: SamplingParams, *, rid: str, stream: bool
+    ) -> AsyncIterator[Chunk]:
+        """Sample a continuation of `input_ids`. Without `stream` one chunk carries everything.
+
+        Closing the iterator early (client gone, cancellation) aborts the request on the engine.
+        """
+        ...
+
+    async def abort(self, rid: str) -> None: ...
+
+    async def info(self) -> EngineInfo: ...
+
+    async def healthy(self) -> bool: ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,3 @@
+from titogym.cli.main import app
+
+app()

@@ -1,0 +1,5 @@
+from titogym.errors import UserError
+
+
+def command() -> None:
+    raise UserError("not built yet")
