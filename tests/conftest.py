@@ -1,0 +1,24 @@
+"""Fixtures shared by every area."""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("titogym", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("titogym")
+
+# Two cores are shared by engine, trainer and tests: more threads only get in each other's way.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip GPU tests where there is no GPU, and say so."""
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
