@@ -1,7 +1,11 @@
 """What the trainer trains on: graded samples, and the groups that advantages compare."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(slots=True)
@@ -29,3 +33,41 @@ class Group:
     attempt: int = 0
     failures: list[str] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class TrainBatch:
+    """`n` training sequences as a backend takes them; every list has one array per sequence of length `n_i`.
+
+    Entry `t` of `loss_mask`, `rollout_logprobs`, `advantages` and `old_logprobs` belongs to token `t`
+    predicted from those before it, so entry 0 carries no loss. `loss_mask` holds non-negative weights:
+    the loss is `sum(mask * token_loss) / sum(mask)` over the whole batch, however it is cut into
+    microbatches (1 and 0 for the mean over tokens, `1 / n_masked_i` for the mean over sequences).
+    """
+
+    tokens: list[NDArray[np.int32]]
+    loss_mask: list[NDArray[np.float32]]
+    rollout_logprobs: list[NDArray[np.float32]]  # of the engine, under the sampling distribution
+    advantages: list[NDArray[np.float32]]
+    temperature: float = 1.0  # logits are divided by it, so that log-probs are of the sampling distribution
+    # The trainer's own log-probs under the weights before the first step on this data (`Backend.logprobs`).
+    # None takes the current ones as constants, which is the same thing for one step per batch.
+    old_logprobs: list[NDArray[np.float32]] | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def subset(self, indices: Sequence[int]) -> "TrainBatch":
+        """The sequences at `indices`, in that order."""
+
+        def pick(column: list[NDArray[Any]]) -> list[NDArray[Any]]:
+            return [column[i] for i in indices]
+
+        return TrainBatch(
+            tokens=pick(self.tokens),
+            loss_mask=pick(self.loss_mask),
+            rollout_logprobs=pick(self.rollout_logprobs),
+            advantages=pick(self.advantages),
+            temperature=self.temperature,
+            old_logprobs=None if self.old_logprobs is None else pick(self.old_logprobs),
+        )
