@@ -9,8 +9,20 @@ from titogym.envs.task import Limits
 
 
 @dataclass(frozen=True, slots=True)
+class Mount:
+    """A file or directory of the host that the sandbox sees, read-only, at the absolute path `target`."""
+
+    source: Path
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
 class SandboxSpec:
-    """What to create. Labels name the run and the episode, so that leftovers can be found and destroyed."""
+    """What to create. Labels name the run and the episode, so that leftovers can be found and destroyed.
+
+    `services` are the only ways out of a sandbox without network: TCP ports on its own loopback, each
+    leading to one `host:port` as the driver sees it (the gateway, for an agent that runs inside).
+    """
 
     image: str | None = None  # None: the backend's plain system
     limits: Limits = Limits()
@@ -18,6 +30,8 @@ class SandboxSpec:
     workdir: str = "/workspace"
     env: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
+    mounts: tuple[Mount, ...] = ()
+    services: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
