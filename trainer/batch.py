@@ -14,6 +14,7 @@ class Sample:
 
     `loss_mask`, `logprobs` have length `n`; entry `i` belongs to token `i` predicted from those before
     it, so entry 0 is always masked. `version_spans` are `(start, end, weight_version)` over positions.
+    Samples of one episode (a branched session gives several) share its number within the group.
     """
 
     tokens: list[int]
@@ -21,15 +22,21 @@ class Sample:
     logprobs: list[float]
     version_spans: list[tuple[int, int, str]]
     reward: float
+    episode: int = 0
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Group:
-    """The episodes of one task that advantages compare. A failed episode counts in `failures` only."""
+    """The episodes of one task that advantages compare. A failed episode counts in `failures` only.
+
+    `index` is the group's place in the run's task order: its identity. `attempt` counts how often it
+    was sent round again because it had become stale. `failures` holds one cause per failed episode.
+    """
 
     task_id: str
     samples: list[Sample]
+    index: int = 0
     attempt: int = 0
     failures: list[str] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,33 @@
+"""From the groups of one step to the batch that a backend trains on."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titogym.trainer.advantages import broadcast, group_advantages
+from titogym.trainer.batch import Group, Sample, TrainBatch
+from titogym.trainer.config import AlgorithmSection
+
+
+def train_batch(groups: Sequence[Group], algorithm: AlgorithmSection, temperature: float) -> TrainBatch:
+    """All samples of `groups`, in order, with advantages on the tokens that carry loss."""
+    batch = TrainBatch([], [], [], [], temperature=temperature)
+    for group in groups:
+        for sample, advantage in zip(
+            group.samples, group_advantages(group, algorithm.advantage), strict=True
+        ):
+            mask = _loss_weights(sample, algorithm)
+            batch.tokens.append(np.asarray(sample.tokens, dtype=np.int32))
+            batch.loss_mask.append(mask)
+            batch.rollout_logprobs.append(np.asarray(sample.logprobs, dtype=np.float32))
+            batch.advantages.append(broadcast(advantage, mask))
+    return batch
+
+
+def _loss_weights(sample: Sample, algorithm: AlgorithmSection) -> NDArray[np.float32]:
+    """`token_mean`: 1 per token. `sequence_mean`: 1/n per token, so that each sequence weighs the same."""
+    mask = np.asarray(sample.loss_mask, dtype=np.float32)
+    if algorithm.normalization == "sequence_mean":
+        mask /= max(mask.sum(), 1.0)
+    return mask

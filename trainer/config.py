@@ -1,0 +1,461 @@
+"""The configuration of a run: one TOML file, one pydantic model, no key without effect.
+
+Everything that can be known to be wrong before the first process starts is refused here, by the key's
+dotted name and with what to change. `docs/configuration.md` is generated from these models.
+"""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from titogym.errors import UserError
+
+Text = Annotated[str, Field(min_length=1)]
+PathValue = Annotated[Path, Field(strict=False)]
+Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """A table of the file. Unknown keys and values of another type are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class RunSection(Section):
+    """Where the run lives and how long it lasts."""
+
+    dir: PathValue = Field(
+        description="Run directory: configuration, metrics, trajectories, checkpoints, report."
+    )
+    steps: Count = Field(
+        description="Optimizer steps of the whole run; a resumed run goes on to this number."
+    )
+    seed: int = Field(default=0, description="Seeds the order of tasks and the trainer.")
+    keep_trajectories: Whole = Field(
+        default=4, description="Episodes per step whose full trajectories are kept for reading."
+    )
+
+
+class ModelSection(Section):
+    """The model to train."""
+
+    dir: PathValue = Field(
+        description="Hugging Face model directory (config.json, safetensors, tokenizer.json) to start from."
+    )
+    family: Text | None = Field(
+        default=None, description="Model family (chat template, tool-call format). Recognised when left out."
+    )
+
+
+class EngineSection(Section):
+    """The inference engine that samples."""
+
+    urls: list[Text] = Field(
+        default_factory=list,
+        description="SGLang servers to use, all with the same model. Empty: the run starts one of its own.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="Precision of the engine that the run starts; `auto` is the model's own."
+    )
+    context_length: Count | None = Field(
+        default=None, description="Most tokens of prompt and output together; the model's own when left out."
+    )
+    max_total_tokens: Count = Field(
+        default=65536, description="Tokens that the KV cache of the engine that the run starts can hold."
+    )
+    start_timeout: Positive = Field(default=300.0, description="Seconds that the engine may take to start.")
+
+
+class GatewaySection(Section):
+    """The gateway between agents and engine; the run starts its own."""
+
+    host: Text = Field(default="127.0.0.1", description="Address to listen on.")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(
+        default=0, description="Port; 0 lets the system choose."
+    )
+    policy: Literal["linear", "branching"] = Field(
+        default="linear",
+        description="`linear`: an agent may extend its conversation or retry its last turn. "
+        "`branching`: any earlier turn may be continued; an episode may give several trajectories.",
+    )
+    matcher: Text | None = Field(
+        default=None,
+        description="How replayed messages are recognised; the harness's own matcher when left out.",
+    )
+
+
+class EnvironmentSection(Section):
+    """The tasks that training sees."""
+
+    source: Text = Field(description="Directory of tasks, or the name of a registered task generator.")
+    split: Text = Field(default="train", description="Split of the source to train on.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the task generator.")
+
+
+class HarnessSection(Section):
+    """The agent."""
+
+    name: Text = Field(default="openai_loop", description="Registered name or dotted path of the harness.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Options of that harness.")
+
+
+class SandboxSection(Section):
+    """Where the agent's commands run."""
+
+    root: PathValue | None = Field(
+        default=None, description="Directory that holds the sandboxes' files; a temporary one when left out."
+    )
+
+
+class RolloutSection(Section):
+    """How episodes are collected."""
+
+    samples_per_prompt: Annotated[int, Field(ge=2)] = Field(
+        default=8, description="Episodes of one task that form a group and are compared with one another."
+    )
+    groups_per_step: Count = Field(default=4, description="Groups that one optimizer step trains on.")
+    episodes_in_flight: Count = Field(
+        default=32,
+        description="Episodes that run at the same time; a new group starts when its places are free.",
+    )
+    temperature: Positive = Field(
+        default=1.0, description="Sampling temperature; the trainer scores under the same one."
+    )
+    max_tokens_per_turn: Count = Field(
+        default=512, description="Most tokens that the model may sample in one turn."
+    )
+    max_turns: Count | None = Field(
+        default=None, description="Most turns of an episode, where the task allows more."
+    )
+    max_tokens: Count | None = Field(
+        default=None, description="Most tokens sampled over a whole episode; no limit when left out."
+    )
+    max_failures_in_a_row: Count = Field(
+        default=32,
+        description="The run stops when this many episodes in a row fail for the same cause.",
+    )
+
+
+class BufferSection(Section):
+    """Where finished groups wait for the trainer."""
+
+    capacity: Count = Field(
+        default=8, description="Groups that may wait; when it is full no new episodes are started."
+    )
+    max_staleness: Whole = Field(
+        default=4,
+        description="Oldest weights a group may have been sampled with, in versions behind the trainer's; "
+        "a group that is older by more when the trainer takes it is rejected.",
+    )
+    on_stale: Literal["drop", "retry"] = Field(
+        default="drop", description="What happens to a rejected group: forget it, or run its task again."
+    )
+    max_retries: Count = Field(
+        default=2,
+        description='With on_stale = "retry": how often one group is run again before it is dropped.',
+    )
+
+
+class LossConfig(Section):
+    """What the policy loss needs to know."""
+
+    clip_low: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.2, description="The policy ratio is clipped below 1 - clip_low."
+    )
+    clip_high: Positive = Field(default=0.28, description="The policy ratio is clipped above 1 + clip_high.")
+    tis_low: NonNegative = Field(
+        default=0.0, description="Lower bound of the importance weight exp(trainer - rollout log-prob)."
+    )
+    tis_high: Positive = Field(default=2.0, description="Upper bound of that weight.")
+
+
+class AlgorithmSection(LossConfig):
+    """Advantages and loss. There is no KL term."""
+
+    advantage: Literal["grpo", "grpo_no_std"] = Field(
+        default="grpo",
+        description="`grpo`: reward minus group mean, over group std. `grpo_no_std`: not divided.",
+    )
+    normalization: Literal["token_mean", "sequence_mean"] = Field(
+        default="token_mean",
+        description="`token_mean`: every sampled token of the batch weighs the same. "
+        "`sequence_mean`: every trajectory does.",
+    )
+
+
+class TrainerSection(Section):
+    """The process that holds the weights in training."""
+
+    backend: Literal["megatron"] = Field(default="megatron", description="Training backend.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Precision of weights and compute."
+    )
+    microbatch_tokens: Count = Field(
+        default=16384, description="Most tokens (padding included) in one forward and backward pass."
+    )
+
+
+class OptimizerConfig(Section):
+    """AdamW. The learning rate rises linearly over the warm-up and is constant after it."""
+
+    lr: Positive = Field(default=1e-6, description="Learning rate.")
+    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9, description="Decay of the first moment.")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.95, description="Decay of the second moment."
+    )
+    eps: Positive = Field(default=1e-8, description="Added to the root of the second moment.")
+    weight_decay: NonNegative = Field(default=0.0, description="Decoupled weight decay.")
+    clip_grad: Positive = Field(default=1.0, description="Largest norm of the gradient.")
+    warmup_steps: Whole = Field(default=0, description="Steps over which the learning rate rises.")
+
+
+class CheckpointSection(Section):
+    """What survives a crash."""
+
+    every: Count = Field(
+        default=10, description="Steps between checkpoints; the last step always writes one."
+    )
+    keep: Count = Field(default=2, description="Checkpoints kept; older ones are deleted.")
+
+
+class EvalSection(Section):
+    """Held-out evaluation, before the first step and after the last. Without this table there is none."""
+
+    source: Text | None = Field(default=None, description="Task source; that of [environment] when left out.")
+    split: Text = Field(default="test", description="Split of the source to evaluate on.")
+    args: dict[str, Any] | None = Field(
+        default=None, description="Arguments of the task generator; those of [environment] when left out."
+    )
+    every: Whole = Field(default=0, description="Also evaluate every so many steps; 0: never in between.")
+    tasks: Count = Field(default=64, description="Tasks to evaluate on: the first ones of the source.")
+    samples_per_task: Count = Field(
+        default=1, description="Episodes per task; their mean is the task's score."
+    )
+    temperature: NonNegative = Field(default=0.0, description="Sampling temperature; 0 is greedy decoding.")
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    run: RunSection
+    model: ModelSection
+    engine: EngineSection = EngineSection()
+    gateway: GatewaySection = GatewaySection()
+    environment: EnvironmentSection
+    harness: HarnessSection = HarnessSection()
+    sandbox: SandboxSection = SandboxSection()
+    rollout: RolloutSection = RolloutSection()
+    buffer: BufferSection = BufferSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    trainer: TrainerSection = TrainerSection()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointSection = CheckpointSection()
+    eval: EvalSection | None = None
+
+    @model_validator(mode="after")
+    def _possible(self) -> "RunConfig":
+        problems = list(_impossible(self))
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+def _impossible(config: RunConfig) -> Iterator[str]:
+    """Combinations that cannot keep their promise, each as a sentence that says what to change."""
+    rollout, buffer, algorithm, evaluation = config.rollout, config.buffer, config.algorithm, config.eval
+    if rollout.episodes_in_flight < rollout.samples_per_prompt:
+        yield (
+            f"rollout.episodes_in_flight = {rollout.episodes_in_flight} can never hold one group of "
+            f"rollout.samples_per_prompt = {rollout.samples_per_prompt}: raise it to at least that"
+        )
+    if buffer.capacity < rollout.groups_per_step:
+        yield (
+            f"buffer.capacity = {buffer.capacity} can never hold the rollout.groups_per_step = "
+            f"{rollout.groups_per_step} groups of one step: raise it to at least that"
+        )
+    if buffer.on_stale == "drop" and "max_retries" in buffer.model_fields_set:
+        yield (
+            'buffer.max_retries has no effect with buffer.on_stale = "drop": remove it, '
+            'or set buffer.on_stale = "retry"'
+        )
+    if algorithm.tis_low >= algorithm.tis_high:
+        yield (
+            f"algorithm.tis_low = {algorithm.tis_low} must be below algorithm.tis_high = {algorithm.tis_high}"
+        )
+    if rollout.max_tokens is not None and rollout.max_tokens < rollout.max_tokens_per_turn:
+        yield (
+            f"rollout.max_tokens = {rollout.max_tokens} for an episode is below "
+            f"rollout.max_tokens_per_turn = {rollout.max_tokens_per_turn}: lower the latter"
+        )
+    context = config.engine.context_length
+    if context is not None and rollout.max_tokens_per_turn >= context:
+        yield (
+            f"rollout.max_tokens_per_turn = {rollout.max_tokens_per_turn} leaves no room for a prompt in "
+            f"engine.context_length = {context}: lower the former"
+        )
+    if context is not None and context > config.engine.max_total_tokens:
+        yield (
+            f"engine.max_total_tokens = {config.engine.max_total_tokens} cannot hold one sequence of "
+            f"engine.context_length = {context}: raise it"
+        )
+    own = config.engine.model_fields_set & {"dtype", "context_length", "max_total_tokens", "start_timeout"}
+    if config.engine.urls and own:
+        yield (
+            f"engine.{min(own)} has no effect on the running engines of engine.urls: remove it, or remove "
+            "engine.urls to let the run start its own"
+        )
+    if evaluation is not None:
+        source = evaluation.source or config.environment.source
+        args = config.environment.args if evaluation.args is None else evaluation.args
+        training = config.environment
+        if (source, evaluation.split, args) == (training.source, training.split, training.args):
+            yield (
+                f'eval.split = "{evaluation.split}" is the split that training sees: choose another split, '
+                "another eval.source or other eval.args"
+            )
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration in the TOML file `path`, with `dotted.key=value` overrides applied on top.
+
+    Relative paths in it are relative to the working directory. Raises `UserError` listing everything
+    that is wrong, with line numbers.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"Cannot read the configuration {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"The configuration {path} is not UTF-8 text: save it as UTF-8") from None
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"The configuration {path} is not valid TOML: {error}") from None
+    lines = _key_lines(text)
+    for override in overrides:
+        _override(data, override, lines)
+    return parse_config(data, origin=str(path), lines=lines)
+
+
+def parse_config(
+    data: Mapping[str, Any], *, origin: str = "configuration", lines: Mapping[str, int] | None = None
+) -> RunConfig:
+    """The configuration in nested tables `data`. Raises `UserError` listing everything that is wrong."""
+    try:
+        return RunConfig.model_validate(dict(data))
+    except ValidationError as error:
+        problems = [line for detail in error.errors() for line in _explain(detail, lines or {})]
+        if len(problems) == 1:
+            raise UserError(f"{origin}: {problems[0]}") from None
+        listing = "\n".join(f"  - {problem}" for problem in problems)
+        raise UserError(f"{origin} has {len(problems)} problems:\n{listing}") from None
+
+
+def sections() -> dict[str, type[Section]]:
+    """The tables of the file, in order, with their models."""
+    return {name: _section_model(field.annotation) for name, field in RunConfig.model_fields.items()}
+
+
+def _section_model(annotation: Any) -> type[Section]:
+    """The model of a section field, which may be optional."""
+    candidates = getattr(annotation, "__args__", (annotation,))
+    return next(c for c in candidates if isinstance(c, type) and issubclass(c, Section))
+
+
+def _known_keys() -> list[str]:
+    tables = sections()
+    return [*tables, *(f"{name}.{key}" for name, model in tables.items() for key in model.model_fields)]
+
+
+def _explain(detail: Any, lines: Mapping[str, int]) -> list[str]:
+    """One pydantic error as sentences for the person who wrote the file."""
+    key = ".".join(str(part) for part in detail["loc"])
+    where = f" (line {lines[key]})" if key in lines else ""
+    kind, value = detail["type"], detail["input"]
+    if not key:  # an impossible combination, in our own words
+        return str(detail["ctx"]["error"]).splitlines()
+    if kind == "extra_forbidden":
+        return [f"unknown key {key}{where}: {_suggest(key)}"]
+    if kind == "missing":
+        table = sections().get(key)
+        what = f"add the table [{key}]" if table else f"add it; {_description(key)}"
+        return [f"{key} is missing: {what}"]
+    if kind in ("model_type", "model_attributes_type"):
+        return [f"{key}{where} must be a table: write [{key}]"]
+    reason = detail["msg"].replace("Input should be", "must be").replace("Value should have", "must have")
+    reason = reason[0].lower() + reason[1:]
+    return [f"{key}{where} {reason}, not {_toml(value)}"]
+
+
+def _suggest(key: str) -> str:
+    """The nearest known key, and failing that the keys that there are."""
+    known = _known_keys()
+    table, _, name = key.partition(".")
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    if not near and name:  # the right key in the wrong table
+        near = [k for k in known if k.partition(".")[2] == name][:1]
+    if near:
+        return f"did you mean {near[0]}?"
+    choices = [k.partition(".")[2] for k in known if k.startswith(f"{table}.")] if name else list(sections())
+    return "remove it; " + (
+        f"[{table}] has {', '.join(choices)}" if name else f"tables: {', '.join(choices)}"
+    )
+
+
+def _description(key: str) -> str:
+    table, _, name = key.partition(".")
+    field = sections()[table].model_fields[name] if table in sections() else None
+    return (field.description or "") if field else ""
+
+
+def _toml(value: Any) -> str:
+    """`value` as it would look in the file."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+_TABLE = re.compile(r"^\s*\[\s*([A-Za-z0-9_.\- ]+?)\s*\]\s*(?:#.*)?$")
+_KEY = re.compile(r"^\s*([A-Za-z0-9_.\-]+)\s*=")
+
+
+def _key_lines(text: str) -> dict[str, int]:
+    """Line number (from 1) of each table and bare key. Good enough for messages; quoted keys are left out."""
+    lines: dict[str, int] = {}
+    table = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if match := _TABLE.match(line):
+            table = match[1].replace(" ", "")
+            lines.setdefault(table, number)
+        elif match := _KEY.match(line):
+            lines.setdefault(f"{table}.{match[1]}" if table else match[1], number)
+    return lines
+
+
+def _override(data: dict[str, Any], override: str, lines: dict[str, int]) -> None:
+    """Set one `dotted.key=value`; the value is TOML, and text that is not TOML is a string."""
+    key, equals, text = override.partition("=")
+    parts = [part.strip() for part in key.split(".")]
+    if not equals or len(parts) < 2 or not all(parts):
+        raise UserError(
+            f"--set {override}: write it as section.key=value, for example rollout.temperature=0.7"
+        )
+    try:
+        value: Any = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    table = data
+    for part in parts[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise UserError(f"--set {override}: {part} is not a table")
+    table[parts[-1]] = value
+    lines.pop(".".join(parts), None)  # it no longer comes from the file
