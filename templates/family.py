@@ -1,0 +1,85 @@
+"""A model family as data: how its conversations are written, and where a turn ends."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titogym.errors import UserError
+from titogym.templates.conversation import Role
+
+JINJA = Path(__file__).with_name("jinja")
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """Reasoning stands between `begin` and `end`, ahead of the content; newlines at its edges are layout."""
+
+    begin: str
+    end: str
+
+    def open_after(self, opener: str) -> bool:
+        """Whether the assistant opener (`Renderer.opener`) leaves reasoning open for the model to go on."""
+        return opener.rfind(self.begin) > opener.rfind(self.end)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallFormat:
+    """Calls stand between `begin` and `end`, after the content; white space inside the marks is layout.
+
+    Kinds: `hermes_json` is one JSON object `{"name": ..., "arguments": {...}}` per pair of marks, calls
+    separated by a newline; `json_list` is one list of such objects for all calls.
+    """
+
+    kind: str
+    begin: str
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """How a model folder shows that it belongs to a family: all of `template` must occur in its own
+    chat template, and its architecture (where `config.json` names one) must be among `architectures`."""
+
+    template: tuple[str, ...]
+    architectures: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One family of models.
+
+    The template is append-only: an assistant message is the generation prompt, what the model wrote, and
+    `closer`; nothing written earlier changes when messages follow. `titogym verify-template` proves it.
+    """
+
+    name: str
+    template: str | Path  # file in templates/jinja, or an absolute path
+    closer: str  # what the template writes after an assistant message; "" where the next message closes it
+    stop: tuple[str, ...]  # tokens that end a turn and open nothing
+    openers: tuple[str, ...] = ()  # tokens that end a turn and open the next message, as `<|user|>` of GLM
+    reasoning: ReasoningFormat | None = None
+    tool_calls: ToolCallFormat | None = None
+    # Roles whose messages are written differently for what stands before them (folded into it, or headed
+    # by the name of its call). A suffix that starts with one is differenced behind its real neighbour.
+    folds: frozenset[Role] = frozenset()
+    # Template arguments and the values that each takes, the default first.
+    kwargs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    signs: Signs | None = None  # None: only by name
+    evidence: str = ""  # what was checked, on which tokenizer and engine
+
+    @property
+    def default_kwargs(self) -> dict[str, Any]:
+        return {name: values[0] for name, values in self.kwargs.items()}
+
+    @property
+    def control_texts(self) -> tuple[str, ...]:
+        """Texts that only the template may write, whether or not the tokenizer calls them special."""
+        return (*self.stop, *self.openers)
+
+    def source(self) -> str:
+        """The text of the template. Raises `UserError` when the file cannot be read."""
+        try:
+            return (JINJA / self.template).read_text(encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"Family {self.name}: cannot read its template: {error}") from error

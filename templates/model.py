@@ -1,0 +1,85 @@
+"""Everything about a model that turning conversations into tokens needs, loaded once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from titogym.errors import UserError
+from titogym.templates import published, registry
+from titogym.templates.conversation import Message, Prefix
+from titogym.templates.family import Family
+from titogym.templates.literal import Guard
+from titogym.templates.render import Renderer
+from titogym.templates.tokenizer import Tokenizer, encode_segments
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAssets:
+    """A tokenizer and the family that it is used with."""
+
+    model_dir: Path
+    family: Family
+    tokenizer: Tokenizer
+    renderer: Renderer
+    context_length: int | None  # tokens of prompt and output together; None where the folder does not say
+    closer_ids: tuple[int, ...]
+    stop_ids: frozenset[int]  # tokens that end a turn
+    # Stop tokens that are no part of the closer: at a row's end they stay only where the next message
+    # begins with them (see `seam`).
+    opener_ids: frozenset[int]
+
+    def encode(
+        self, messages: Sequence[Message], prefix: Prefix, *, add_generation_prompt: bool
+    ) -> list[int]:
+        """The conversation as ids, from its first token. Raises `RenderError`."""
+        pieces = self.renderer.render_segments(messages, prefix, add_generation_prompt=add_generation_prompt)
+        return encode_segments(self.tokenizer, pieces)
+
+
+def load_model_assets(
+    model_dir: Path, family_name: str | None = None, *, own_template: bool = False
+) -> ModelAssets:
+    """Load `model_dir` (Hugging Face format; weights are not read).
+
+    With `own_template` conversations are rendered by the model's own chat template: for comparison only,
+    most are not append-only. Raises `UserError` when files are missing or the family does not fit.
+    """
+    model_dir = Path(model_dir)
+    if not model_dir.is_dir():
+        raise UserError(f"{model_dir} is not a folder; give a model folder in Hugging Face format.")
+    family = registry.resolve(model_dir, family_name)
+    tokenizer = Tokenizer.load(model_dir)
+    guard = Guard((*tokenizer.special_texts, *family.control_texts))
+    renderer = _own_renderer(model_dir, family, guard) if own_template else Renderer(family, guard)
+    return assemble(model_dir, family, tokenizer, renderer)
+
+
+def assemble(model_dir: Path, family: Family, tokenizer: Tokenizer, renderer: Renderer) -> ModelAssets:
+    """Join the parts. Raises `UserError` when the tokenizer lacks a token that the family ends turns with."""
+    closer_ids = tuple(tokenizer.encode_inside(family.closer))
+    stop_ids = set()
+    for text in family.control_texts:
+        token_id = tokenizer.token_to_id(text)
+        if token_id is None:
+            raise UserError(
+                f"Family {family.name} ends turns with {text}, which the tokenizer of {model_dir} does not "
+                "have as a token; choose another --family."
+            )
+        stop_ids.add(token_id)
+    return ModelAssets(
+        model_dir=model_dir,
+        family=family,
+        tokenizer=tokenizer,
+        renderer=renderer,
+        context_length=published.context_length(model_dir),
+        closer_ids=closer_ids,
+        stop_ids=frozenset(stop_ids),
+        opener_ids=frozenset(stop_ids.difference(closer_ids)),
+    )
+
+
+def _own_renderer(model_dir: Path, family: Family, guard: Guard) -> Renderer:
+    template = published.chat_template(model_dir)
+    if template is None:
+        raise UserError(f"{model_dir} has no chat template of its own.")
+    return Renderer(family, guard, published=template, **published.template_variables(model_dir))

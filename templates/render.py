@@ -1,0 +1,121 @@
+"""Conversations to text: a family's Jinja template in a sandbox, compiled once."""
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from titogym.errors import UserError
+from titogym.templates.conversation import Message, Prefix
+from titogym.templates.family import Family
+from titogym.templates.literal import Guard, segments
+
+
+class RenderError(Exception):
+    """The template refused a conversation, or its text is not append-only where it must be."""
+
+
+class Renderer:
+    """Renders conversations of one family. Safe to share between threads."""
+
+    def __init__(
+        self, family: Family, guard: Guard, *, published: str | None = None, **variables: str
+    ) -> None:
+        """`published`: the model's own chat template, to render with in place of the family's.
+
+        `variables` are further names that such a template reads (`bos_token`, `eos_token`).
+        Raises `UserError` when the template does not compile.
+        """
+        self.family = family
+        self._guard = guard
+        self._published = published is not None
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        environment.globals.update(variables)
+        try:
+            self._template = environment.from_string(family.source() if published is None else published)
+        except TemplateError as error:
+            raise UserError(f"Family {family.name}: its template does not compile: {error}") from error
+
+    def render(self, messages: Sequence[Message], prefix: Prefix, *, add_generation_prompt: bool) -> str:
+        """The conversation as text. Raises `RenderError` when the template refuses it."""
+        return "".join(self.render_segments(messages, prefix, add_generation_prompt=add_generation_prompt))
+
+    def render_segments(
+        self, messages: Sequence[Message], prefix: Prefix, *, add_generation_prompt: bool
+    ) -> list[str]:
+        """The same text, cut where no token may reach across so that a client's words stay words.
+
+        Encode it with `tokenizer.encode_segments`. Raises `RenderError`.
+        """
+        variables = {
+            **self._guard.value(prefix.kwargs),
+            "messages": [self._plain(message) for message in messages],
+            "tools": self._guard.value(prefix.tools) or None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return segments(self._template.render(variables))
+        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise RenderError(f"the {self.family.name} template refused the conversation: {error}") from error
+
+    def opener(self, prefix: Prefix) -> str:
+        """What the template writes to open an assistant message under these template arguments."""
+        asked = [Message("user", "x")]
+        kwargs = Prefix(kwargs=prefix.kwargs)
+        closed = self.render(asked, kwargs, add_generation_prompt=False)
+        return self.render(asked, kwargs, add_generation_prompt=True).removeprefix(closed)
+
+    def _plain(self, message: Message) -> dict[str, Any]:
+        """The message as templates in Hugging Face format read it; what is absent has no key."""
+        text = self._guard.text
+        plain: dict[str, Any] = {"role": message.role, "content": text(message.content)}
+        if message.reasoning:
+            plain["reasoning_content"] = text(message.reasoning)
+        if message.tool_calls:
+            plain["tool_calls"] = [
+                {
+                    "id": text(call.id),
+                    "type": "function",
+                    "function": {"name": text(call.name), "arguments": self._arguments(call.arguments)},
+                }
+                for call in message.tool_calls
+            ]
+        if message.tool_call_id:
+            plain["tool_call_id"] = text(message.tool_call_id)
+        if message.name:
+            plain["name"] = text(message.name)
+        return plain
+
+    def _arguments(self, arguments: str) -> Any:
+        """Our templates write arguments as they were written; published ones expect the parsed object."""
+        if self._published:
+            try:
+                return self._guard.value(json.loads(arguments or "{}"))
+            except ValueError:
+                pass
+        return self._guard.text(arguments) or "{}"
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As the chat templates of Hugging Face models expect it: plain JSON, nothing escaped for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
