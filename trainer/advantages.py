@@ -21,9 +21,11 @@ def grpo(rewards: Sequence[float], *, divide_by_std: bool = True) -> NDArray[np.
     `divide_by_std`, `A_i = r_i - mean(r)` (Liu et al. 2025, "Understanding R1-Zero-like training"),
     which does not blow up the groups whose rewards hardly differ.
     """
-    r: NDArray[np.float64] = np.asarray(rewards, dtype=np.float64)
-    scale = float(r.std()) + _EPSILON if divide_by_std else 1.0
-    return (r - r.mean()) / scale
+    r = np.asarray(rewards, dtype=np.float64)
+    centred: NDArray[np.float64] = r - r.mean()
+    if divide_by_std:
+        centred /= float(r.std()) + _EPSILON
+    return centred
 
 
 def group_advantages(group: Group, kind: AdvantageKind) -> list[float]:

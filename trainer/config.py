@@ -370,11 +370,6 @@ def _section_model(annotation: Any) -> type[Section]:
     return next(c for c in candidates if isinstance(c, type) and issubclass(c, Section))
 
 
-def _known_keys() -> list[str]:
-    tables = sections()
-    return [*tables, *(f"{name}.{key}" for name, model in tables.items() for key in model.model_fields)]
-
-
 def _explain(detail: Any, lines: Mapping[str, int]) -> list[str]:
     """One pydantic error as sentences for the person who wrote the file."""
     key = ".".join(str(part) for part in detail["loc"])
@@ -396,18 +391,19 @@ def _explain(detail: Any, lines: Mapping[str, int]) -> list[str]:
 
 
 def _suggest(key: str) -> str:
-    """The nearest known key, and failing that the keys that there are."""
-    known = _known_keys()
+    """The key that was meant: a near miss in its table, else in another; failing that, the choices."""
     table, _, name = key.partition(".")
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
-    if not near and name:  # the right key in the wrong table
-        near = [k for k in known if k.partition(".")[2] == name][:1]
-    if near:
-        return f"did you mean {near[0]}?"
-    choices = [k.partition(".")[2] for k in known if k.startswith(f"{table}.")] if name else list(sections())
-    return "remove it; " + (
-        f"[{table}] has {', '.join(choices)}" if name else f"tables: {', '.join(choices)}"
-    )
+    tables = {known: list(model.model_fields) for known, model in sections().items()}
+    if not name:
+        near = difflib.get_close_matches(table, tables, n=1)
+        return f"did you mean {near[0]}?" if near else f"remove it; the tables are {', '.join(tables)}"
+    own = tables.get(table, [])
+    if near := difflib.get_close_matches(name, own, n=1, cutoff=0.7):
+        return f"did you mean {table}.{near[0]}?"
+    for other, names in tables.items():
+        if near := difflib.get_close_matches(name, names, n=1, cutoff=0.85):
+            return f"did you mean {other}.{near[0]}?"
+    return f"remove it; [{table}] has {', '.join(own)}"
 
 
 def _description(key: str) -> str:

@@ -1,0 +1,144 @@
+"""The configuration refuses what cannot work, by name and with what to change."""
+
+from pathlib import Path
+
+import pytest
+
+from titogym.errors import UserError
+from titogym.trainer.config import load_config, parse_config, sections
+
+MINIMAL = """
+[run]
+dir = "runs/x"
+steps = 3
+
+[model]
+dir = "models/x"
+
+[environment]
+source = "shell"
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    return path
+
+
+def problem(tmp_path: Path, text: str, overrides: tuple[str, ...] = ()) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(write(tmp_path, text), overrides)
+    return str(caught.value)
+
+
+def test_minimal_configuration_has_working_defaults(tmp_path):
+    config = load_config(write(tmp_path, MINIMAL))
+    assert config.run.dir == Path("runs/x")
+    assert config.rollout.samples_per_prompt <= config.rollout.episodes_in_flight
+    assert config.eval is None
+
+
+def test_unknown_key_names_line_and_near_miss(tmp_path):
+    message = problem(tmp_path, MINIMAL + "\n[rollout]\n# comment\ntemprature = 0.7\n")
+    assert "unknown key rollout.temprature (line 14)" in message
+    assert "did you mean rollout.temperature?" in message
+
+
+def test_key_in_the_wrong_table_names_the_right_one(tmp_path):
+    assert "did you mean optimizer.lr?" in problem(tmp_path, MINIMAL + "\n[algorithm]\nlr = 1e-4\n")
+
+
+def test_unknown_table_names_near_miss(tmp_path):
+    assert "did you mean optimizer?" in problem(tmp_path, MINIMAL + "\n[optimiser]\nlr = 1e-4\n")
+
+
+def test_unknown_key_without_near_miss_lists_the_keys_of_the_table(tmp_path):
+    message = problem(tmp_path, MINIMAL + "\n[checkpoint]\nxyzzy = 1\n")
+    assert "[checkpoint] has every, keep" in message
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        ('rollout.temperature = "hot"', "rollout.temperature"),
+        ("rollout.temperature = 0.0", "rollout.temperature"),
+        ("rollout.samples_per_prompt = 1", "rollout.samples_per_prompt"),
+        ("rollout.samples_per_prompt = true", "rollout.samples_per_prompt"),
+        ("rollout.groups_per_step = 2.0", "rollout.groups_per_step"),
+        ('buffer.on_stale = "forget"', "buffer.on_stale"),
+        ("optimizer.lr = nan", "optimizer.lr"),
+        ("engine.urls = 'http://x'", "engine.urls"),
+        ("gateway.port = 70000", "gateway.port"),
+    ],
+)
+def test_wrong_types_and_values_are_refused_by_name(tmp_path, line, key):
+    message = problem(tmp_path, f"{line}\n{MINIMAL}")
+    assert f"{key} (line 1) must be" in message or f"{key} (line 1) must have" in message
+
+
+def test_all_problems_are_listed_at_once(tmp_path):
+    message = problem(tmp_path, "[run]\nsteps = 0\n[model]\nfoo = 1\n[environment]\nsource = 'shell'\n")
+    assert "4 problems" in message
+    for expected in ("run.dir is missing", "run.steps", "model.dir is missing", "model.foo"):
+        assert expected in message
+
+
+def test_missing_table_says_which(tmp_path):
+    assert "environment is missing: add the table [environment]" in problem(
+        tmp_path, MINIMAL.replace('[environment]\nsource = "shell"', "")
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("rollout.episodes_in_flight=4",), "raise it to at least that"),
+        (("rollout.groups_per_step=9",), "buffer.capacity = 8"),
+        (("buffer.max_retries=3",), "buffer.max_retries has no effect"),
+        (("algorithm.tis_low=2.0",), "algorithm.tis_low"),
+        (("rollout.max_tokens=100",), "rollout.max_tokens = 100"),
+        (("engine.context_length=512",), "leaves no room for a prompt"),
+        (("engine.context_length=100000",), "engine.max_total_tokens"),
+        (('engine.urls=["http://h:1"]', 'engine.dtype="float32"'), "engine.dtype has no effect"),
+        (('eval.split="train"',), "the split that training sees"),
+    ],
+)
+def test_impossible_combinations_say_what_to_change(tmp_path, overrides, expected):
+    assert expected in problem(tmp_path, MINIMAL, overrides)
+
+
+def test_eval_on_the_train_split_of_another_seed_is_allowed(tmp_path):
+    config = load_config(write(tmp_path, MINIMAL), ['eval.split="train"', "eval.args={seed = 7}"])
+    assert config.eval is not None
+    assert config.eval.args == {"seed": 7}
+
+
+def test_overrides_win_over_the_file_and_take_bare_text_as_a_string(tmp_path):
+    config = load_config(
+        write(tmp_path, MINIMAL), ["run.steps=7", "model.dir=other/dir", "harness.name=command"]
+    )
+    assert (config.run.steps, config.model.dir, config.harness.name) == (7, Path("other/dir"), "command")
+
+
+@pytest.mark.parametrize("override", ["steps", "steps=3", "=3", "run.=3", "run.steps.x=1"])
+def test_malformed_overrides_are_refused(tmp_path, override):
+    assert f"--set {override}" in problem(tmp_path, MINIMAL, (override,))
+
+
+def test_missing_file_and_broken_toml_are_user_errors(tmp_path):
+    with pytest.raises(UserError, match="Cannot read the configuration"):
+        load_config(tmp_path / "absent.toml")
+    assert "not valid TOML" in problem(tmp_path, "[run\n")
+
+
+def test_configuration_survives_a_round_trip_through_its_dump(tmp_path):
+    config = load_config(write(tmp_path, MINIMAL), ["eval.tasks=3"])
+    assert parse_config(config.model_dump(exclude_unset=True)) == config
+
+
+def test_every_key_is_described():
+    for name, section in sections().items():
+        assert section.__doc__, name
+        for key, field in section.model_fields.items():
+            assert field.description, f"{name}.{key}"
