@@ -5,6 +5,9 @@ that ends the turn. So every text that comes from a client (contents, tool argum
 template arguments) passes a `Guard` before the template sees it: inside each occurrence of a control
 token's text the guard puts a joint, and no token reaches across a joint. Text without such occurrences
 passes unchanged, hence tokenizes together with the template's own text exactly as it always did.
+
+Templates write the same joint (`{{ joint }}`) between the opener of an assistant message and what the model
+wrote: sampled tokens never merge with the prompt, so a rendered assistant message must not merge either.
 """
 
 import re

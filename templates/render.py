@@ -11,11 +11,20 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from titogym.errors import UserError
 from titogym.templates.conversation import Message, Prefix
 from titogym.templates.family import Family
-from titogym.templates.literal import Guard, segments
+from titogym.templates.literal import JOINT, Guard, segments
 
 
 class RenderError(Exception):
-    """The template refused a conversation, or its text is not append-only where it must be."""
+    """The template refused a conversation."""
+
+
+class NotAppendOnlyError(RenderError):
+    """The template wrote earlier messages differently because others follow: `found` ids, not `expected`."""
+
+    def __init__(self, message: str, expected: Sequence[int], found: Sequence[int]) -> None:
+        super().__init__(message)
+        self.expected = expected
+        self.found = found
 
 
 class Renderer:
@@ -31,7 +40,7 @@ class Renderer:
         """
         self.family = family
         self._guard = guard
-        self._published = published is not None
+        self.published = published is not None
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -57,6 +66,7 @@ class Renderer:
         """
         variables = {
             **self._guard.value(prefix.kwargs),
+            "joint": JOINT,
             "messages": [self._plain(message) for message in messages],
             "tools": self._guard.value(prefix.tools) or None,
             "add_generation_prompt": add_generation_prompt,
@@ -96,7 +106,7 @@ class Renderer:
 
     def _arguments(self, arguments: str) -> Any:
         """Our templates write arguments as they were written; published ones expect the parsed object."""
-        if self._published:
+        if self.published:
             try:
                 return self._guard.value(json.loads(arguments or "{}"))
             except ValueError:

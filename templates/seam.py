@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titogym.templates.conversation import Message, Prefix
-from titogym.templates.render import Renderer, RenderError
+from titogym.templates.render import NotAppendOnlyError, Renderer
 from titogym.templates.tokenizer import Tokenizer, encode_segments
 
 
@@ -68,7 +68,8 @@ def suffix(
 
     They are rendered behind a dummy conversation, which is then taken off. `neighbour` is the real
     assistant message before them; it takes the dummy's place when the family folds the new messages into
-    what stands before. Raises `RenderError` when the template refuses the messages or is not append-only.
+    what stands before. Raises `RenderError` when the template refuses the messages, and
+    `NotAppendOnlyError` when it rewrites what stands before them.
     """
     tail = _DUMMY_ANSWER
     if neighbour is not None and any(message.role in renderer.family.folds for message in new_messages):
@@ -84,9 +85,11 @@ def suffix(
         ),
     )
     if whole[: len(head)] != head:
-        raise RenderError(
-            f"the {renderer.family.name} template writes an earlier message differently once "
-            f"{', '.join(message.role for message in new_messages)} follow; it is not append-only"
+        roles = ", ".join(message.role for message in new_messages)
+        raise NotAppendOnlyError(
+            f"the {renderer.family.name} template rewrites the assistant message before: {roles or 'prompt'}",
+            head,
+            whole[: len(head)],
         )
     return whole[len(head) :]
 

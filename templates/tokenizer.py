@@ -42,7 +42,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: Path) -> "Tokenizer":
-        """Read `model_dir/tokenizer.json`. Raises `UserError` where it is missing, broken or not byte-level."""
+        """Read `tokenizer.json`. Raises `UserError` where it is missing, broken or not byte-level."""
         path = Path(model_dir) / "tokenizer.json"
         if not path.is_file():
             raise UserError(f"{model_dir} has no tokenizer.json; give a model folder in Hugging Face format.")
