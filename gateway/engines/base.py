@@ -27,7 +27,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens `[start, end)` were sampled under weights `version`. Offsets count from the first output token."""
+    """Tokens `[start, end)` of the output (from its first token) were sampled under weights `version`."""
 
     start: int
     end: int
