@@ -6,17 +6,32 @@ A backend owns torch and, on a CPU, patches it: it lives in a process of its own
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from titogym.trainer.batch import TrainBatch
+from titogym.trainer.config import LossConfig, OptimizerConfig
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSpec:
+    """How to train. Crosses a process boundary, so plain data only."""
+
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    microbatch_tokens: int = 16384  # most tokens in one forward and backward pass
+    # CPU threads of one operation. One suits a trainer that shares the cores with an engine: threads that
+    # wait for each other lose more to a busy neighbour than they gain. None: torch's choice, all cores.
+    threads: int | None = None
 
 
 class Backend(Protocol):
@@ -31,6 +46,13 @@ class Backend(Protocol):
         """
         ...
 
+    def init_random(self, config: Mapping[str, Any], seed: int, tokenizer_dir: Path | None = None) -> None:
+        """Build the model that the contents `config` of a config.json describe, with random weights.
+
+        `save_hf` copies the tokenizer's files from `tokenizer_dir`. Raises as `load_hf`.
+        """
+        ...
+
     def logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
         """Log-probs under the current weights, `[n_i]` per sequence; entry 0 and unmasked entries are 0."""
         ...
@@ -39,12 +61,22 @@ class Backend(Protocol):
         """One optimizer step on the whole batch. Returns loss, gradient norm, learning rate, timings (s)."""
         ...
 
+    def supervised_step(
+        self, tokens: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.float32]], lr: float
+    ) -> dict[str, float]:
+        """One optimizer step on the mean negative log-likelihood of the masked tokens.
+
+        `loss_mask` holds weights as in `TrainBatch`. Returns `loss/nll` and what `train_step` returns
+        of the optimizer.
+        """
+        ...
+
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight by its Hugging Face name, detached, in the training dtype. Tied copies appear once."""
         ...
 
     def save(self, path: Path) -> None:
-        """Write weights, optimizer and step to `path`, atomically: a kill leaves the old content or the new."""
+        """Write weights, optimizer and step to `path`, atomically: a kill leaves the old or the new."""
         ...
 
     def load(self, path: Path) -> None:
