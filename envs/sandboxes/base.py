@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from titogym.envs.task import Limits
+from titogym.envs.task import Limits, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,23 @@ class SandboxSpec:
     """
 
     image: str | None = None  # None: the backend's plain system
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     network: Literal["none", "open"] = "none"
     workdir: str = "/workspace"
     env: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def for_task(cls, task: Task, labels: Mapping[str, str] | None = None) -> "SandboxSpec":
+        """What the agent of `task` works in."""
+        return cls(
+            limits=task.limits,
+            network=task.network,
+            workdir=task.workdir,
+            env=task.env,
+            labels={"task": task.id, **(labels or {})},
+        )
+
     mounts: tuple[Mount, ...] = ()
     services: Mapping[int, str] = field(default_factory=dict)
 
@@ -54,6 +66,7 @@ class Sandbox(Protocol):
     """One isolated machine for one episode."""
 
     id: str
+    remarks: list[str]  # oddities that a grader should know of, such as a work directory that was replaced
 
     async def exec(
         self,
@@ -65,17 +78,40 @@ class Sandbox(Protocol):
         stdin: bytes | None = None,
         max_output: int = 1 << 20,
     ) -> ExecResult:
-        """Run a shell line (str) or an argv. On timeout (s) the whole process tree is killed."""
+        """Run a shell line (str) or an argv. On timeout (s) the whole process tree is killed.
+
+        Keeps the first `max_output` bytes of each stream. Files and background processes outlast the
+        command; its directory and environment do not.
+        """
         ...
 
     async def upload(self, source: Path | Mapping[str, str], target: str) -> None:
         """Lay a file, a directory or a tree of texts at the absolute path `target` inside."""
         ...
 
-    async def download(self, source: str, target: Path) -> None: ...
+    async def download(self, source: str, target: Path) -> None:
+        """Fetch the file or the directory at the absolute path `source` as `target`."""
+        ...
+
+    async def read(self, path: str, limit: int) -> bytes | None:
+        """At most `limit` bytes of a regular file, None if there is none. Follows no symbolic link.
+
+        Needs no process inside, so it works after `kill_processes`.
+        """
+        ...
 
     async def kill_processes(self) -> None:
         """Kill everything that runs inside; the file system stays."""
+        ...
+
+    async def successor(
+        self, *, read_only: Mapping[str, Path | Mapping[str, str]], env: Mapping[str, str]
+    ) -> "Sandbox":
+        """A fresh sandbox that takes over this one's files; this one is destroyed.
+
+        No process survives. System directories, `/etc` and `/logs` are new; `read_only` maps absolute paths
+        inside to trees that appear there, unwritable; `env` replaces the environment of the spec.
+        """
         ...
 
     async def destroy(self) -> None:

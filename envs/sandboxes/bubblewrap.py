@@ -1,0 +1,184 @@
+"""The command line that builds a sandbox's namespaces, and what the host offers for it.
+
+The sandbox's root is a private directory of its own, writable by the agent; only the system's
+programs (`/usr` and what belongs to it) are shared, read-only. Every path outside `/usr` that the
+agent writes stays in that directory and is gone with it.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from titogym.envs.task import Limits
+from titogym.errors import UserError
+
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_MERGED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+# Top-level names that belong to the system: made anew for every sandbox, never taken over.
+SYSTEM_ENTRIES = frozenset(_MERGED) | {"usr", "nix", "etc", "proc", "dev", "sys", "run"}
+SYSTEM_ENTRIES |= {"tests", "solution", "logs"}
+_ETC_DIRECTORIES = (
+    *(
+        "dev",
+        "etc",
+        "home",
+        "logs/agent",
+        "logs/artifacts",
+        "logs/verifier",
+        "mnt",
+        "opt",
+        "proc",
+        "root",
+        "run",
+    ),
+    *("srv", "usr", "var/log", "var/tmp"),
+)
+_ETC_FILES = (
+    "ld.so.cache",
+    "localtime",
+    "mime.types",
+    "os-release",
+    "debian_version",
+    "protocols",
+    "services",
+    "shells",
+    "timezone",
+)
+_ETC_TEXTS = {
+    "passwd": "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
+    "group": "root:x:0:\nnogroup:x:65534:\n",
+    "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
+    "hostname": "sandbox\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
+}
+_DIRECTORIES = (
+    *(
+        "dev",
+        "etc",
+        "home",
+        "logs/agent",
+        "logs/artifacts",
+        "logs/verifier",
+        "mnt",
+        "opt",
+        "proc",
+        "root",
+        "run",
+    ),
+    *("srv", "usr", "var/log", "var/tmp"),
+)
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What was found on this machine."""
+
+    bwrap: str
+    options: frozenset[str]  # long options that this bubblewrap knows
+    python: str
+    shell: str
+    counts_processes_per_sandbox: bool  # RLIMIT_NPROC is counted per user namespace
+
+
+@cache
+def host() -> Host:
+    """Look for bubblewrap and its needs once. Raises `UserError` with what to install."""
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        raise UserError(
+            "The local sandbox needs bubblewrap, which is not installed: run "
+            "`sudo apt-get install bubblewrap` (Debian, Ubuntu) or `sudo dnf install bubblewrap` (Fedora)."
+        )
+    python = _in_usr("python3")
+    if python is None:
+        raise UserError(
+            "The local sandbox needs a python3 under /usr (programs elsewhere are invisible inside): "
+            "run `sudo apt-get install python3`."
+        )
+    usage = subprocess.run([bwrap, "--help"], capture_output=True, text=True)
+    options = frozenset(word for word in (usage.stdout + usage.stderr).split() if word.startswith("--"))
+    major, minor = (int(part) for part in platform.release().split("-")[0].split(".")[:2])
+    return Host(bwrap, options, python, _in_usr("bash") or "/bin/sh", (major, minor) >= (5, 14))
+
+
+def make_root(root: Path, *, workdir: str, network: bool, user: int | None) -> None:
+    """Lay out a fresh root directory: empty but for what programs expect of a system.
+
+    Everything in it belongs to `user`, where one is given.
+    """
+    for name in _DIRECTORIES:
+        (root / name).mkdir(parents=True)
+    for name in _MERGED:
+        source = Path("/", name)
+        if source.is_symlink():
+            (root / name).symlink_to(os.readlink(source))
+    for name, text in _ETC_TEXTS.items():
+        (root / "etc" / name).write_text(text)
+    for name in (*_ETC_FILES, *(["resolv.conf"] if network else [])):
+        source = Path("/etc", name)
+        if source.exists():
+            (root / "etc" / name).write_bytes(source.read_bytes())
+    (root / "tmp").mkdir()
+    (root / workdir.lstrip("/")).mkdir(parents=True, exist_ok=True)
+    if user is not None:
+        for directory, _, files in os.walk(root):
+            for path in (directory, *(os.path.join(directory, name) for name in files)):
+                os.chown(path, user, user, follow_symlinks=False)
+
+
+def command(
+    root: Path,
+    inner: Sequence[str],
+    *,
+    info_fd: int,
+    network: bool,
+    memory_mb: int,
+    read_only: Mapping[str, Path],
+) -> list[str]:
+    """`bwrap ... -- inner`: new namespaces over `root`, `inner` being process 1.
+
+    `read_only` maps paths inside to host directories. `info_fd` receives the pid of process 1 as JSON.
+    """
+    found = host()
+    line = [found.bwrap, "--unshare-user", "--uid", "0", "--gid", "0", "--unshare-pid", "--unshare-ipc"]
+    line += ["--unshare-uts", "--hostname", "sandbox", "--unshare-cgroup-try"]
+    line += [] if network else ["--unshare-net"]
+    line += ["--disable-userns"] if "--disable-userns" in found.options else []
+    line += ["--die-with-parent", "--new-session", "--as-pid-1", "--clearenv"]
+    line += ["--bind", str(root), "/", "--ro-bind", "/usr", "/usr", "--ro-bind-try", "/nix", "/nix"]
+    for name in _MERGED:
+        if not Path("/", name).is_symlink():
+            line += ["--ro-bind-try", f"/{name}", f"/{name}"]
+    for name in _ETC_DIRECTORIES:
+        line += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    for target, source in read_only.items():
+        line += ["--ro-bind", str(source), target]
+    line += ["--proc", "/proc", "--dev", "/dev"]
+    line += ["--size", str(memory_mb * _MIB)] if "--size" in found.options else []
+    line += ["--tmpfs", "/dev/shm", "--remount-ro", "/dev", "--info-fd", str(info_fd)]
+    return [*line, "--", *inner]
+
+
+def process_limits(limits: Limits, *, grouped: Collection[str]) -> list[str]:
+    """Per-process limits as `NAME=value`, for process 1 to set on itself and all its children.
+
+    `grouped` names what control groups already bound for the sandbox as a whole (memory, pids, cpu).
+    """
+    found = {"FSIZE": limits.storage_mb * _MIB, "CORE": 0}
+    if "memory" not in grouped:
+        found["AS"] = limits.memory_mb * _MIB
+    if "cpu" not in grouped:
+        found["CPU"] = max(1, round(limits.agent_seconds * limits.cpus))
+    if "pids" not in grouped and host().counts_processes_per_sandbox:
+        found["NPROC"] = limits.processes
+    return [f"{name}={value}" for name, value in found.items()]
+
+
+def _in_usr(program: str) -> str | None:
+    return shutil.which(program, path="/usr/local/bin:/usr/bin")

@@ -1,0 +1,342 @@
+"""Sandboxes on this machine, by bubblewrap: Linux namespaces over a private directory.
+
+What the agent has: the system's programs read-only, a private root directory for everything else, no
+network, its own process, user, IPC, host-name and control-group namespaces, no capability, and limits
+on memory, processes, CPU and file size. Run as root, each sandbox gets a user id of its own on the
+host; run as anybody else it needs a kernel that lets users make namespaces. Everything in a sandbox
+dies with the driver, however that ends.
+"""
+
+import asyncio
+import errno
+import io
+import json
+import os
+import secrets
+import shutil
+import stat
+import subprocess
+import tarfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from titogym.envs.sandboxes import bubblewrap, cgroups, owners, reaper
+from titogym.envs.sandboxes.base import ExecResult, SandboxError, SandboxSpec
+from titogym.envs.sandboxes.machine import Machine
+from titogym.errors import UserError
+from titogym.venvs import home
+
+TIMED_OUT = 124
+OUT_OF_MEMORY = 137
+CANNOT_RUN = 126
+_BASE_ENV = {"PATH": bubblewrap.SYSTEM_PATH, "HOME": "/root", "LANG": "C.UTF-8", "USER": "root"}
+_FIRST_USER, _USERS = 2_000_000_000, 100_000_000  # host user ids that nobody else hands out
+
+
+def default_root() -> Path:
+    """Where sandboxes live: `$TITOGYM_SANDBOXES`, else a directory that their users can reach."""
+    if configured := os.environ.get("TITOGYM_SANDBOXES"):
+        return Path(configured)
+    return Path("/var/lib/titogym/sandboxes") if os.geteuid() == 0 else home() / "sandboxes"
+
+
+class LocalBackend:
+    """Makes sandboxes below `root`. `labels` are added to those of every sandbox."""
+
+    def __init__(self, root: Path | None = None, labels: Mapping[str, str] | None = None) -> None:
+        self.root = root or default_root()
+        self.labels = dict(labels or {})
+        self.hierarchies: tuple[cgroups.Hierarchy, ...] = ()
+        self._prepared: asyncio.Task[None] | None = None
+
+    async def create(self, spec: SandboxSpec) -> "LocalSandbox":
+        """Raises `UserError` when this machine cannot make sandboxes, `SandboxError` when one fails."""
+        if spec.image is not None:
+            raise UserError(
+                f"The local sandbox cannot run the image {spec.image!r}: it has this machine's programs only."
+            )
+        if self._prepared is None:
+            self._prepared = asyncio.create_task(asyncio.to_thread(self._prepare))
+        await asyncio.shield(self._prepared)
+        sandbox = LocalSandbox(self, replace(spec, labels={**self.labels, **spec.labels}))
+        try:
+            await sandbox.start()
+        except BaseException:
+            await sandbox.destroy()
+            raise
+        return sandbox
+
+    def _prepare(self) -> None:
+        """Once per backend: look at the host, make the root, destroy what dead drivers left."""
+        bubblewrap.host()
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.hierarchies = cgroups.detect()
+        if _user_of_its_own():
+            os.chmod(self.root, 0o711)
+            for directory in (self.root, *self.root.resolve().parents):
+                if not directory.stat().st_mode & 0o001:
+                    raise UserError(
+                        f"Sandboxes cannot live in {self.root}: their users may not enter {directory}; "
+                        "set TITOGYM_SANDBOXES to a directory that everybody may enter."
+                    )
+        reaper.reap(self.root, self.hierarchies)
+
+
+class LocalSandbox:
+    """One sandbox. Its namespaces start when first needed and again after `kill_processes`."""
+
+    def __init__(self, backend: LocalBackend, spec: SandboxSpec) -> None:
+        self.id = owners.new_id()
+        self.remarks: list[str] = []
+        self._backend = backend
+        self._spec = spec
+        self._read_only: dict[str, Path] = {}
+        self._home = backend.root / self.id
+        self._root = self._home / "root"
+        self._user = _FIRST_USER + secrets.randbelow(_USERS) if _user_of_its_own() else None
+        self._group: cgroups.Cgroup | None = None
+        self._oom_kills = 0
+        self._machine: Machine | None = None
+        self._starting = asyncio.Lock()
+        self._destroyed = False
+
+    async def start(self, read_only: Mapping[str, Path | Mapping[str, str]] | None = None) -> None:
+        self._lay_out(read_only or {})
+        await self._running()
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout: float | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes | None = None,
+        max_output: int = 1 << 20,
+    ) -> ExecResult:
+        arguments = [bubblewrap.host().shell, "-c", command] if isinstance(command, str) else command
+        machine = await self._running()
+        try:
+            outcome = await machine.run(
+                arguments,
+                cwd=cwd or self._spec.workdir,
+                env={**_BASE_ENV, **self._spec.env, **(env or {})},
+                stdin=stdin or b"",
+                timeout=timeout,
+                max_output=max_output,
+            )
+        except ValueError as error:  # what the agent asked for cannot be put into a process
+            return ExecResult(CANNOT_RUN, "", f"sandbox: {error}\n")
+        kills = self._group.oom_kills() if self._group else 0
+        oom_killed, self._oom_kills = kills > self._oom_kills, kills
+        exit_code = os.waitstatus_to_exitcode(outcome.status)
+        if exit_code < 0:
+            exit_code = 128 - exit_code
+        out_of_memory = oom_killed and exit_code != 0 and not outcome.timed_out
+        return ExecResult(
+            TIMED_OUT if outcome.timed_out else OUT_OF_MEMORY if out_of_memory else exit_code,
+            outcome.stdout.decode(errors="replace"),
+            outcome.stderr.decode(errors="replace"),
+            timed_out=outcome.timed_out,
+            out_of_memory=out_of_memory,
+            truncated=outcome.truncated,
+        )
+
+    async def upload(self, source: Path | Mapping[str, str], target: str) -> None:
+        archive = await asyncio.to_thread(_pack, source, target)
+        done = await self.exec(["tar", "-xf", "-", "-C", "/"], cwd="/", stdin=archive)
+        if done.exit_code != 0:
+            raise SandboxError(f"Could not lay files at {target}: {done.stderr.strip()[-300:]}")
+
+    async def download(self, source: str, target: Path) -> None:
+        """Fetch the file or the directory `source` as `target`."""
+        parent, _, name = source.rstrip("/").rpartition("/")
+        limit = self._spec.limits.storage_mb << 20
+        done = await self._machine_run_bytes(["tar", "-cf", "-", "-C", parent or "/", "--", name], limit)
+        await asyncio.to_thread(_unpack, done, name, target)
+
+    async def read(self, path: str, limit: int) -> bytes | None:
+        return await asyncio.to_thread(_read_beneath, self._root, path, limit)
+
+    async def kill_processes(self) -> None:
+        machine, self._machine = self._machine, None
+        if machine is not None:
+            await machine.kill()
+
+    async def successor(
+        self, *, read_only: Mapping[str, Path | Mapping[str, str]], env: Mapping[str, str]
+    ) -> "LocalSandbox":
+        await self.kill_processes()
+        heir = LocalSandbox(self._backend, replace(self._spec, env=dict(env)))
+        heir._user = self._user  # the files are its
+        try:
+            heir._lay_out(read_only)
+            heir.remarks += _hand_over(self._root, heir._root, self._spec.workdir)
+            await self.destroy()
+            await heir._running()
+        except BaseException:
+            await heir.destroy()
+            raise
+        return heir
+
+    async def destroy(self) -> None:
+        self._destroyed = True
+        await self.kill_processes()
+        await asyncio.to_thread(reaper.remove, self._backend.root, self._backend.hierarchies, self.id)
+
+    def _lay_out(self, read_only: Mapping[str, Path | Mapping[str, str]]) -> None:
+        """Everything on disk; the directory's name already says who owns it."""
+        self._home.mkdir(mode=0o711)
+        record = {"labels": dict(self._spec.labels), "created": time.time(), "workdir": self._spec.workdir}
+        (self._home / "record.json").write_text(json.dumps(record))
+        self._group = cgroups.create(self._backend.hierarchies, self.id, self._spec.limits)
+        network = self._spec.network == "open"
+        bubblewrap.make_root(self._root, workdir=self._spec.workdir, network=network, user=self._user)
+        for number, (target, tree) in enumerate(read_only.items()):
+            copy = self._home / f"mount-{number}"
+            _copy_tree(tree, copy)
+            self._read_only[target] = copy
+
+    async def _running(self) -> Machine:
+        async with self._starting:
+            if self._destroyed:
+                raise SandboxError("The sandbox has been destroyed.")
+            if self._machine is None or not self._machine.alive:
+                self._machine = await Machine.start(
+                    partial(self._command),
+                    self.id,
+                    bubblewrap.process_limits(
+                        self._spec.limits, grouped=self._group.directories if self._group else ()
+                    ),
+                    user=self._user,
+                    log=self._home / "log",
+                    admit=self._group.add if self._group else lambda pid: None,
+                )
+            return self._machine
+
+    def _command(self, inner: list[str], info_fd: int) -> list[str]:
+        return bubblewrap.command(
+            self._root,
+            [bubblewrap.host().python, *inner],
+            info_fd=info_fd,
+            network=self._spec.network == "open",
+            memory_mb=self._spec.limits.memory_mb,
+            read_only=self._read_only,
+        )
+
+    async def _machine_run_bytes(self, arguments: Sequence[str], limit: int) -> bytes:
+        machine = await self._running()
+        outcome = await machine.run(
+            arguments, cwd="/", env=_BASE_ENV, stdin=b"", timeout=None, max_output=limit
+        )
+        if outcome.status != 0:
+            raise SandboxError(
+                f"Could not fetch files: {outcome.stderr.decode(errors='replace').strip()[-300:]}"
+            )
+        return outcome.stdout
+
+
+def _user_of_its_own() -> bool:
+    """As root of the whole machine each sandbox gets another host user; elsewhere it runs as ours."""
+    if os.geteuid() != 0:
+        return False
+    inside, outside, count = (int(word) for word in Path("/proc/self/uid_map").read_text().split()[:3])
+    return inside == outside == 0 and count > _FIRST_USER + _USERS
+
+
+def _hand_over(old: Path, new: Path, workdir: str) -> list[str]:
+    """Move the agent's files into the fresh root; returns remarks on what it had tampered with.
+
+    System entries stay behind. A standard directory, or a part of the work directory, that the agent
+    replaced by something else (a link into the tests, say) is an empty directory again.
+    """
+    remarks = []
+    standard = {entry for entry in os.listdir(new) if entry not in bubblewrap.SYSTEM_ENTRIES}
+    for entry in os.listdir(old):
+        if entry in bubblewrap.SYSTEM_ENTRIES:
+            continue
+        if entry in standard:
+            if not _is_directory(old / entry):
+                remarks.append(f"/{entry} was no longer a directory")
+                continue
+            shutil.rmtree(new / entry)
+        os.rename(old / entry, new / entry)
+    path = new
+    for part in Path(workdir.lstrip("/")).parts:
+        path /= part
+        if not _is_directory(path):
+            remarks.append(f"{workdir} was no longer a directory")
+            path.unlink(missing_ok=True)
+            path.mkdir()
+            os.chown(path, new.stat().st_uid, new.stat().st_gid)
+        os.chmod(path, path.stat().st_mode | 0o700)
+    return remarks
+
+
+def _is_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _read_beneath(root: Path, path: str, limit: int) -> bytes | None:
+    """Read a regular file inside without following a link that the agent may have laid."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(root, flags | os.O_DIRECTORY)
+    try:
+        for part in path.strip("/").split("/"):
+            outer, descriptor = descriptor, os.open(part, flags, dir_fd=descriptor)
+            os.close(outer)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return None
+        return os.read(descriptor, limit)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO):
+            return None
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _copy_tree(tree: Path | Mapping[str, str], target: Path) -> None:
+    if isinstance(tree, Path):
+        shutil.copytree(tree, target, symlinks=True)
+    else:
+        for name, text in tree.items():
+            path = target / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    subprocess.run(["chmod", "-R", "u+rwX,go+rX,go-w", str(target)], check=True)
+
+
+def _pack(source: Path | Mapping[str, str], target: str) -> bytes:
+    """A tar archive that lays `source` at the absolute path `target`."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        if isinstance(source, Path):
+            archive.add(source, target.lstrip("/") or ".", filter=_anonymous)
+        else:
+            for name, text in source.items():
+                content = text.encode()
+                member = tarfile.TarInfo(f"{target.strip('/')}/{name}")
+                member.size, member.mode, member.mtime = len(content), 0o644, int(time.time())
+                archive.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    return member
+
+
+def _unpack(archive: bytes, name: str, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.parent / f".{target.name}.download"
+    with tarfile.open(fileobj=io.BytesIO(archive)) as members:
+        members.extractall(scratch, filter="data")
+    os.replace(scratch / name, target)
+    with suppress(OSError):
+        scratch.rmdir()
