@@ -1,5 +1,68 @@
+"""`titogym serve`: the gateway in this process."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import ValidationError
+
 from titogym.errors import UserError
+from titogym.gateway.settings import GatewaySettings
+from titogym.venvs import home
 
 
-def command() -> None:
-    raise UserError("not built yet")
+def command(
+    engine: Annotated[list[str], typer.Option(help="Base URL of an SGLang server; repeat for several.")],
+    model_dir: Annotated[Path, typer.Option(help="Model folder with tokenizer.json (weights are not read).")],
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 lets the system choose.")] = 8080,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; others than loopback need --admin-key.")
+    ] = "127.0.0.1",
+    family: Annotated[
+        str | None, typer.Option(help="Template family; default: recognised from the folder.")
+    ] = None,
+    admin_key: Annotated[
+        str | None, typer.Option(envvar="TITOGYM_ADMIN_KEY", help="Key of the admin routes.")
+    ] = None,
+    journal: Annotated[
+        Path | None, typer.Option(help="SQLite file that keeps sessions over a restart.")
+    ] = None,
+    public_url: Annotated[
+        str | None, typer.Option(help="Base URL by which agents reach this gateway.")
+    ] = None,
+    context_length: Annotated[
+        int | None, typer.Option(help="Cap on the engines' context length (tokens).")
+    ] = None,
+    max_sessions: Annotated[int, typer.Option(help="Most sessions held at once.")] = 16384,
+    ttl: Annotated[float, typer.Option(help="Seconds after which an unused session is deleted.")] = 86400.0,
+) -> None:
+    """Serve an OpenAI-compatible API that keeps the exact tokens of every session."""
+    import uvicorn
+
+    from titogym.gateway.app import create_app
+
+    try:
+        settings = GatewaySettings(
+            engines=tuple(engine),
+            model_dir=model_dir,
+            port=port,
+            host=host,
+            family=family,
+            admin_key=admin_key,
+            journal=journal or home() / "gateway" / f"journal-{port}.sqlite",
+            public_url=public_url,
+            context_length=context_length,
+            max_sessions=max_sessions,
+            ttl_seconds=ttl,
+        )
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise UserError(f"{'.'.join(map(str, first['loc']))} {first['msg']}".strip()) from None
+    uvicorn.run(
+        create_app(settings),
+        host=settings.host,
+        port=settings.port,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=3,
+    )

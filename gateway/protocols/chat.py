@@ -1,0 +1,428 @@
+"""OpenAI Chat Completions: requests to canonical turns, and answers back.
+
+Each field of a request is honoured, mapped, refused by name, or listed in the session's diagnostics as
+ignored; none is dropped in silence.
+"""
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from pydantic import ValidationError
+
+from titogym.gateway.errors import RequestError
+from titogym.gateway.protocols.base import event
+from titogym.gateway.protocols.errors import openai_error
+from titogym.gateway.sessions.spec import Sampling
+from titogym.gateway.sessions.turn import Committed, Delta, TurnRequest
+from titogym.gateway.tokens.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
+from titogym.templates.conversation import Message, Prefix, Role, ToolCall
+from titogym.templates.family import Family
+from titogym.templates.tokenizer import Tokenizer
+
+_TOKENS = "The gateway alone decides which tokens are sent and kept; remove this field."
+_OURS = "The gateway captures tokens and log-probs of every turn itself; remove this field."
+_REFUSED = {
+    "input_ids": _TOKENS,
+    "prompt_token_ids": _TOKENS,
+    "prompt_ids": _TOKENS,
+    "token_ids": _TOKENS,
+    "output_ids": _TOKENS,
+    "input_embeds": _TOKENS,
+    "prompt_embeds": _TOKENS,
+    "continue_final_message": _TOKENS,
+    "add_generation_prompt": _TOKENS,
+    "chat_template": _TOKENS,
+    "lora_path": _TOKENS,
+    "return_logprob": _OURS,
+    "logprob_start_len": _OURS,
+    "token_ids_logprob": _OURS,
+    "prompt_logprobs": _OURS,
+    "return_hidden_states": _OURS,
+    "return_routed_experts": _OURS,
+    "routed_experts_start_len": _OURS,
+    "rid": _OURS,
+    "functions": "Use tools in place of functions.",
+    "function_call": "Use tool_choice in place of function_call.",
+    "logit_bias": "Biased logits are not supported: remove logit_bias.",
+    "repetition_penalty": "Use frequency_penalty or presence_penalty in place of repetition_penalty.",
+    "audio": "Only text is supported: remove audio.",
+    "web_search_options": "Web search is not supported: give the model a tool for it.",
+}
+_HARMLESS: dict[str, tuple[Any, ...]] = {  # values that ask for nothing
+    "logit_bias": ({},),
+    "repetition_penalty": (1,),
+    "return_logprob": (False,),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+}
+_IGNORED = {
+    "return_token_ids": "tokens are collected with the session's trajectories",
+    "parallel_tool_calls": "the model decides how many tools it calls at once",
+    "prediction": "the engine has no use for a predicted output",
+    "verbosity": "the model's template has no such setting",
+    "store": "the session stores every turn",
+}
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "seed",
+    "ignore_eos",
+)
+_READ = {
+    *_SAMPLING,
+    *("model", "messages", "tools", "tool_choice", "stream", "stream_options", "n", "stop", "logprobs"),
+    *("max_tokens", "max_completion_tokens", "top_logprobs", "response_format", "reasoning_effort"),
+    *("chat_template_kwargs", "modalities"),
+}
+_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A parsed request: the turn that it asks for, and how its answer is to be written."""
+
+    turn: TurnRequest
+    model: str
+    include_usage: bool
+    logprobs: bool
+
+
+def parse(body: Any, family: Family, default_model: str) -> ChatRequest:
+    """Raises `RequestError` for what cannot be served, naming the field."""
+    if not isinstance(body, dict):
+        raise RequestError("The request body must be a JSON object.")
+    ignored = _check_fields(body)
+    kwargs = _template_arguments(body, family, ignored)
+    tools = _tools(body.get("tools"))
+    turn = TurnRequest(
+        prefix=Prefix(tools=tools, kwargs=kwargs),
+        messages=messages(body.get("messages")),
+        sampling=_sampling(body),
+        stream=_boolean(body, "stream"),
+        calls=bool(tools) and _may_call(body.get("tool_choice")),
+        ignored=ignored,
+    )
+    return ChatRequest(
+        turn=turn,
+        model=_text(body.get("model"), "model") or default_model,
+        include_usage=bool(_mapping(body.get("stream_options"), "stream_options").get("include_usage")),
+        logprobs=_boolean(body, "logprobs"),
+    )
+
+
+# --- fields ---------------------------------------------------------------------------------------
+
+
+def _check_fields(body: Mapping[str, Any]) -> dict[str, str]:
+    """Refuse what must be refused; the fields that will have no effect, with reasons."""
+    for name, reason in _REFUSED.items():
+        value = body.get(name)
+        if value is not None and value not in _HARMLESS.get(name, ()):
+            raise RequestError(f"{name} is not accepted. {reason}", param=name, code="unsupported_parameter")
+    if body.get("n") not in (None, 1):
+        raise RequestError("Only n=1 is supported: send one request per answer.", param="n")
+    if body.get("top_logprobs"):
+        raise RequestError(
+            "Only the log-probs of sampled tokens are known: set top_logprobs to 0.", param="top_logprobs"
+        )
+    if body.get("modalities") not in (None, ["text"]):
+        raise RequestError("Only text is supported: set modalities to ['text'].", param="modalities")
+    unread = body.keys() - _READ - _REFUSED.keys()
+    return {
+        name: _IGNORED.get(name, "it has no effect here") for name in sorted(unread) if body[name] is not None
+    }
+
+
+def _sampling(body: Mapping[str, Any]) -> Sampling:
+    options = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
+    most = body.get("max_completion_tokens")
+    options["max_tokens"] = body.get("max_tokens") if most is None else most
+    stop = body.get("stop")
+    options["stop"] = (stop,) if isinstance(stop, str) else stop
+    options["json_schema"] = _json_schema(body.get("response_format"))
+    try:
+        return Sampling.model_validate(options)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = str(first["loc"][0])
+        if name == "max_tokens" and most is not None:
+            name = "max_completion_tokens"
+        raise RequestError(f"{name}: {first['msg']}", param=name) from None
+
+
+def _json_schema(response_format: Any) -> str | None:
+    wanted = _mapping(response_format, "response_format")
+    match wanted.get("type", "text"):
+        case "text":
+            return None
+        case "json_object":
+            return '{"type": "object"}'
+        case "json_schema":
+            schema = _mapping(wanted.get("json_schema"), "response_format.json_schema").get("schema")
+            if isinstance(schema, dict):
+                return orjson.dumps(schema).decode()
+            raise RequestError(
+                "response_format.json_schema.schema must be an object.", param="response_format"
+            )
+        case other:
+            raise RequestError(f"response_format type {other!r} is not supported.", param="response_format")
+
+
+def _template_arguments(body: Mapping[str, Any], family: Family, ignored: dict[str, str]) -> dict[str, Any]:
+    kwargs = {}
+    for name, value in _mapping(body.get("chat_template_kwargs"), "chat_template_kwargs").items():
+        if name in family.kwargs:
+            kwargs[name] = value
+        else:
+            ignored[f"chat_template_kwargs.{name}"] = f"the {family.name} template has no such argument"
+    effort = body.get("reasoning_effort")
+    if effort is not None:
+        if "enable_thinking" in family.kwargs:
+            kwargs.setdefault("enable_thinking", effort not in ("none", "minimal"))
+        else:
+            ignored["reasoning_effort"] = f"the {family.name} template has no such setting"
+    return {name: value for name, value in kwargs.items() if value != family.default_kwargs[name]}
+
+
+def _tools(value: Any) -> tuple[dict[str, Any], ...]:
+    tools = value or ()
+    if not isinstance(tools, list | tuple):
+        raise RequestError("tools must be a list.", param="tools")
+    for i, tool in enumerate(tools):
+        where = f"tools[{i}]"
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            raise RequestError(f"{where}: only tools of type 'function' are supported.", param=where)
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(f"{where}.function must be an object with a name.", param=where)
+        if not isinstance(function.get("parameters") or {}, dict):
+            raise RequestError(f"{where}.function.parameters must be an object.", param=where)
+    return tuple(tools)
+
+
+def _may_call(choice: Any) -> bool:
+    if choice in (None, "auto"):
+        return True
+    if choice == "none":
+        return False
+    raise RequestError(
+        "A tool call cannot be forced: set tool_choice to 'auto' or 'none'.", param="tool_choice"
+    )
+
+
+def _boolean(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise RequestError(f"{name} must be true or false.", param=name)
+    return bool(value)
+
+
+def _mapping(value: Any, param: str) -> Mapping[str, Any]:
+    if value is not None and not isinstance(value, dict):
+        raise RequestError(f"{param} must be an object.", param=param)
+    return value or {}
+
+
+def _text(value: Any, param: str) -> str:
+    if value is not None and not isinstance(value, str):
+        raise RequestError(f"{param} must be a string.", param=param)
+    return value or ""
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+
+def messages(value: Any) -> tuple[Message, ...]:
+    """Canonical messages of a request. Raises `RequestError`."""
+    if not isinstance(value, list) or not value:
+        raise RequestError("messages must be a list with at least one message.", param="messages")
+    return tuple(_message(item, f"messages[{i}]") for i, item in enumerate(value))
+
+
+def _message(item: Any, where: str) -> Message:
+    if not isinstance(item, dict):
+        raise RequestError(f"{where} must be an object.", param=where)
+    wire_role = item.get("role")
+    role = _ROLES.get(wire_role) if isinstance(wire_role, str) else None
+    if role is None:
+        known = ", ".join(_ROLES)
+        raise RequestError(f"{where}.role must be one of {known}.", param=f"{where}.role")
+    content = _content(item.get("content"), f"{where}.content")
+    if role == "assistant":
+        if item.get("function_call"):
+            raise RequestError(f"{where}: use tool_calls in place of function_call.", param=where)
+        reasoning = item.get("reasoning_content") or item.get("reasoning")
+        return Message(
+            role=role,
+            content=content or _text(item.get("refusal"), f"{where}.refusal"),
+            reasoning=_text(reasoning, f"{where}.reasoning_content"),
+            tool_calls=_tool_calls(item.get("tool_calls"), f"{where}.tool_calls"),
+        )
+    if role == "tool":
+        call = _text(item.get("tool_call_id"), f"{where}.tool_call_id")
+        if not call:
+            raise RequestError(f"{where}.tool_call_id must name the call that it answers.", param=where)
+        return Message(
+            role=role, content=content, tool_call_id=call, name=_text(item.get("name"), f"{where}.name")
+        )
+    return Message(role=role, content=content)
+
+
+def _content(value: Any, where: str) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, list):
+        raise RequestError(f"{where} must be a string or a list of parts.", param=where)
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+        if kind not in ("text", "refusal") or not isinstance(text, str):
+            raise RequestError(f"{where}: parts of type {kind!r} are not supported, only text.", param=where)
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tool_calls(value: Any, where: str) -> tuple[ToolCall, ...]:
+    if not value:
+        return ()
+    if not isinstance(value, list):
+        raise RequestError(f"{where} must be a list.", param=where)
+    calls = []
+    for i, item in enumerate(value):
+        function = item.get("function") if isinstance(item, dict) else None
+        if not isinstance(function, dict):
+            raise RequestError(f"{where}[{i}] must be an object with a function.", param=where)
+        arguments = function.get("arguments")
+        calls.append(
+            ToolCall(
+                id=_text(item.get("id"), f"{where}[{i}].id"),
+                name=_text(function.get("name"), f"{where}[{i}].function.name"),
+                # Some clients send the object in place of its text.
+                arguments=orjson.dumps(arguments).decode()
+                if isinstance(arguments, dict)
+                else _text(arguments, f"{where}[{i}].function.arguments"),
+            )
+        )
+    return tuple(calls)
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class ChatReply:
+    """Writes one answer as a chat completion."""
+
+    request: ChatRequest
+    tokenizer: Tokenizer
+    id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex[:24]}")
+    created: int = field(default_factory=lambda: int(time.time()))
+    _unsent: list[dict[str, Any]] = field(default_factory=list)  # log-probs without an event yet
+
+    def open(self) -> bytes:
+        return self._chunk({"role": "assistant", "content": ""})
+
+    def delta(self, delta: Delta) -> bytes:
+        if self.request.logprobs:
+            self._unsent += self._token_logprobs(delta.ids, delta.logprobs)
+        return b"".join([self._chunk(_wire(event)) for event in delta.events])
+
+    def close(self, committed: Committed) -> bytes:
+        chunks = [self._chunk({}, committed.finish_reason)]
+        if self.request.include_usage:
+            chunks.append(event({**self._head(True), "choices": [], "usage": _usage(committed)}))
+        return b"".join([*chunks, b"data: [DONE]\n\n"])
+
+    def whole(self, committed: Committed) -> bytes:
+        generation = committed.node.generation
+        logprobs = None
+        if self.request.logprobs:
+            tokens = self._token_logprobs(generation.output_ids, generation.logprobs)
+            logprobs = {"content": tokens, "refusal": None}
+        choice = {
+            "index": 0,
+            "message": wire_message(committed.node.answer),
+            "logprobs": logprobs,
+            "finish_reason": committed.finish_reason,
+        }
+        return orjson.dumps({**self._head(False), "choices": [choice], "usage": _usage(committed)})
+
+    def failure(self, error: RequestError) -> bytes:
+        return event(openai_error(error))
+
+    def _head(self, chunk: bool) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if chunk else "chat.completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.request.model}
+
+    def _chunk(self, delta: dict[str, Any], finish: str | None = None) -> bytes:
+        logprobs = None
+        if self._unsent:
+            logprobs, self._unsent = {"content": self._unsent, "refusal": None}, []
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        usage = {"usage": None} if self.request.include_usage else {}
+        return event({**self._head(True), "choices": [choice], **usage})
+
+    def _token_logprobs(self, ids: Sequence[int], logprobs: Sequence[float]) -> list[dict[str, Any]]:
+        return [
+            {
+                "token": self.tokenizer.decode([token]),
+                "logprob": logprob,
+                "bytes": list(self.tokenizer.token_bytes(token)),
+                "top_logprobs": [],
+            }
+            for token, logprob in zip(ids, logprobs, strict=True)
+        ]
+
+
+def wire_message(message: Message) -> dict[str, Any]:
+    """An assistant message as Chat Completions writes it, reasoning in the field that servers agreed on."""
+    wire: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
+    if message.reasoning:
+        wire["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        wire["content"] = message.content or None
+        wire["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return wire
+
+
+def _wire(event: Event) -> dict[str, Any]:
+    match event:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case CallStart(index, id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _usage(committed: Committed) -> dict[str, Any]:
+    prompt, completion = committed.prompt_tokens, committed.completion_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": committed.cached_tokens},
+    }

@@ -1,0 +1,193 @@
+"""Sessions on disk: each commit is in SQLite before the client sees the end of its answer.
+
+Write-ahead logging with `synchronous=NORMAL`: a commit survives the death of this process at any
+point. A power cut may lose the last commits but never corrupts the file.
+"""
+
+import sqlite3
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from titogym.errors import UserError
+from titogym.gateway.engines.base import VersionSpan
+from titogym.gateway.sessions.tree import Generation, Node, Timings, Tree
+from titogym.templates.conversation import Message, Prefix, ToolCall
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS sessions (
+    id TEXT PRIMARY KEY, spec BLOB NOT NULL, created REAL NOT NULL, touched REAL NOT NULL,
+    diagnostics BLOB NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS nodes (
+    session TEXT NOT NULL, id INTEGER NOT NULL, parent INTEGER, supersedes INTEGER,
+    prefix BLOB, messages BLOB NOT NULL, answer BLOB NOT NULL, replayed BLOB,
+    trim INTEGER NOT NULL, prompt_ids BLOB NOT NULL, output_ids BLOB NOT NULL, logprobs BLOB NOT NULL,
+    routes BLOB, meta BLOB NOT NULL,
+    PRIMARY KEY (session, id)
+);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A session as the journal lists it: `spec` and `diagnostics` are JSON."""
+
+    id: str
+    spec: dict[str, Any]
+    created: float
+    touched: float
+    diagnostics: dict[str, Any]
+    turns: int
+
+
+class Journal:
+    """The store of one gateway process. Calls must not overlap: the event loop makes them one by one."""
+
+    def __init__(self, path: Path | None) -> None:
+        """`path` None keeps the journal in a temporary file that goes with the process.
+
+        Raises `UserError` when the file cannot be opened.
+        """
+        try:
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect("" if path is None else path, isolation_level=None, check_same_thread=False)
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=NORMAL")
+            self._db.execute("PRAGMA busy_timeout=5000")
+            self._db.executescript(_SCHEMA)
+        except (OSError, sqlite3.Error) as error:
+            raise UserError(
+                f"Cannot open the session journal {path}: {error}. Choose another path."
+            ) from error
+
+    def create(self, session: str, spec: dict[str, Any], created: float) -> None:
+        row = (session, orjson.dumps(spec), created, created, b"{}")
+        self._db.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?)", row)
+
+    def append(
+        self, session: str, node: Node, replayed: Iterable[tuple[Node, Message | None]], touched: float
+    ) -> None:
+        """Store a commit, and how its request replayed earlier answers, in one transaction."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            self._db.execute(f"INSERT INTO nodes VALUES ({', '.join('?' * 14)})", (session, *_dump(node)))
+            for earlier, message in replayed:
+                row = (_dump_replayed(message), session, earlier.id)
+                self._db.execute("UPDATE nodes SET replayed = ? WHERE session = ? AND id = ?", row)
+            self._db.execute("UPDATE sessions SET touched = ? WHERE id = ?", (touched, session))
+            self._db.execute("COMMIT")
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+
+    def note(self, session: str, diagnostics: Any, touched: float) -> None:
+        row = (orjson.dumps(diagnostics), touched, session)
+        self._db.execute("UPDATE sessions SET diagnostics = ?, touched = ? WHERE id = ?", row)
+
+    def delete(self, session: str) -> None:
+        self._db.execute("BEGIN IMMEDIATE")
+        self._db.execute("DELETE FROM nodes WHERE session = ?", (session,))
+        self._db.execute("DELETE FROM sessions WHERE id = ?", (session,))
+        self._db.execute("COMMIT")
+
+    def sessions(self) -> Iterator[Record]:
+        query = (
+            "SELECT id, spec, created, touched, diagnostics, "
+            "(SELECT count(*) FROM nodes WHERE session = sessions.id) FROM sessions"
+        )
+        for id, spec, created, touched, diagnostics, turns in self._db.execute(query).fetchall():
+            yield Record(id, orjson.loads(spec), created, touched, orjson.loads(diagnostics), turns)
+
+    def restore(self, session: str, tree: Tree) -> None:
+        """Append the session's commits to an empty tree, in their order."""
+        for row in self._db.execute("SELECT * FROM nodes WHERE session = ? ORDER BY id", (session,)):
+            _load(row[1:], tree)
+
+    def close(self) -> None:
+        self._db.close()
+
+
+def _dump(node: Node) -> tuple[Any, ...]:
+    generation = node.generation
+    meta = {
+        "spans": generation.spans,
+        "finish": generation.finish,
+        "stop": generation.stop,
+        "engine": generation.engine,
+        "cached_tokens": generation.cached_tokens,
+        "timings": generation.timings,
+    }
+    return (
+        node.id,
+        None if node.parent is None else node.parent.id,
+        node.supersedes,
+        orjson.dumps(node.prefix) if node.parent is None else None,
+        orjson.dumps(node.messages),
+        orjson.dumps(node.answer),
+        _dump_replayed(node.replayed),
+        generation.trim,
+        generation.prompt_ids.tobytes(),
+        generation.output_ids.tobytes(),
+        generation.logprobs.tobytes(),
+        generation.routes,
+        orjson.dumps(meta),
+    )
+
+
+def _dump_replayed(message: Message | None) -> bytes | None:
+    return None if message is None else orjson.dumps(message)
+
+
+def _load(row: Sequence[Any], tree: Tree) -> None:
+    (
+        id,
+        parent,
+        supersedes,
+        prefix,
+        messages,
+        answer,
+        replayed,
+        trim,
+        prompt,
+        output,
+        logprobs,
+        routes,
+        raw,
+    ) = row
+    meta = orjson.loads(raw)
+    above = None if parent is None else tree.nodes[parent]
+    node = tree.draft(
+        parent=above,
+        prefix=above.prefix if above else _prefix(orjson.loads(prefix)),
+        messages=tuple(map(_message, orjson.loads(messages))),
+        answer=_message(orjson.loads(answer)),
+        generation=Generation(
+            trim=trim,
+            prompt_ids=array("i", prompt),
+            output_ids=array("i", output),
+            logprobs=array("f", logprobs),
+            spans=tuple(VersionSpan(**span) for span in meta.pop("spans")),
+            timings=Timings(**meta.pop("timings")),
+            routes=routes,
+            **meta,
+        ),
+        supersedes=supersedes,
+    )
+    node.replayed = None if replayed is None else _message(orjson.loads(replayed))
+    assert node.id == id
+    tree.append(node)
+
+
+def _prefix(plain: dict[str, Any]) -> Prefix:
+    return Prefix(tools=tuple(plain["tools"]), kwargs=plain["kwargs"])
+
+
+def _message(plain: dict[str, Any]) -> Message:
+    plain["tool_calls"] = tuple(ToolCall(**call) for call in plain["tool_calls"])
+    return Message(**plain)

@@ -1,0 +1,233 @@
+"""The turn pipeline: find the node, build the row, sample, parse, commit.
+
+A request is validated as a whole before anything changes. The commit is the only change: it happens at
+once, after the last token and before the client learns that its answer is complete.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+from titogym.gateway.engines.base import ContextLengthError, Engine, EngineError, Finish, SamplingParams
+from titogym.gateway.errors import RequestError, context_exceeded
+from titogym.gateway.sessions.policies import Placement
+from titogym.gateway.sessions.session import Session
+from titogym.gateway.sessions.spec import Sampling
+from titogym.gateway.sessions.store import SessionStore
+from titogym.gateway.sessions.tree import (
+    Generation,
+    Lookup,
+    Node,
+    Timings,
+    logprob_array,
+    path,
+    row,
+    token_array,
+)
+from titogym.gateway.sessions.turn import Committed, Delta, TurnRequest
+from titogym.gateway.tokens.parsers.answer import AnswerParser
+from titogym.gateway.tokens.rows import Extension, extend
+from titogym.templates.conversation import Message
+from titogym.templates.model import ModelAssets
+
+_LONG_TEXT = 32_768  # characters; encoding more than this would hold up other sessions' streams
+
+
+class Router(Protocol):
+    """Knows the engines."""
+
+    async def choose(self, session_id: str) -> Engine:
+        """The engine for a session's next turn. Raises `RequestError` (503) when there is none."""
+        ...
+
+    async def context_length(self) -> int:
+        """Tokens of prompt and output that every engine takes. Raises `RequestError` (503)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    lookup: Lookup
+    placement: Placement
+    messages: tuple[Message, ...]  # what the turn adds
+    extension: Extension
+    row: list[int]
+    params: SamplingParams
+
+
+class TurnService:
+    """Serves turns of any session."""
+
+    def __init__(self, assets: ModelAssets, router: Router, store: SessionStore) -> None:
+        self._assets = assets
+        self._router = router
+        self._store = store
+
+    async def turn(self, session: Session, request: TurnRequest) -> AsyncGenerator[Delta | Committed]:
+        """Sample one answer. The last item is `Committed`; closing the iterator earlier commits nothing.
+
+        Turns of a linear session wait for each other. Raises `RequestError`, before the first item for
+        everything that validation can find.
+        """
+        started = time.monotonic()
+        self._note_ignored(session, request)
+        try:
+            async with session.lock if session.spec.policy == "linear" else nullcontext():
+                plan = await self._plan(session, request)
+                async with aclosing(self._sample(session, request, plan, started)) as items:
+                    async for item in items:
+                        yield item
+        except RequestError as error:
+            session.diagnostics.failed(error)
+            raise
+
+    async def _plan(self, session: Session, request: TurnRequest) -> _Plan:
+        """Everything about the turn that can be known, and refused, ahead of sampling."""
+        context_length = await self._router.context_length()
+        lookup = session.tree.find(request.prefix, request.messages)
+        placement = session.policy(session.tree, lookup)
+        parent = placement.parent
+        messages = request.messages[parent.depth if parent else 0 :]
+        budget = _budget(session, placement.supersedes)
+        if sum(len(message.content) for message in messages) > _LONG_TEXT:
+            extension = await asyncio.to_thread(extend, self._assets, parent, request.prefix, messages)
+        else:
+            extension = extend(self._assets, parent, request.prefix, messages)
+        tokens = row(parent)
+        if extension.trim:
+            del tokens[-extension.trim :]
+        tokens.extend(extension.prompt_ids)
+        room = context_length - len(tokens)
+        if room < 1:
+            raise context_exceeded(
+                f"This model's maximum context length is {context_length} tokens. However, your messages "
+                f"resulted in {len(tokens)} tokens. Please reduce the length of the messages."
+            )
+        params = self._params(
+            session.spec.sampling, request.sampling, room if budget is None else min(room, budget)
+        )
+        return _Plan(lookup, placement, messages, extension, tokens.tolist(), params)
+
+    def _params(self, forced: Sampling, asked: Sampling, most: int) -> SamplingParams:
+        options = {**asked.model_dump(exclude_none=True), **forced.model_dump(exclude_none=True)}
+        return SamplingParams(
+            max_new_tokens=min(most, options.pop("max_tokens", most)),
+            stop_token_ids=tuple(sorted(self._assets.stop_ids)),
+            **options,
+        )
+
+    async def _sample(
+        self, session: Session, request: TurnRequest, plan: _Plan, started: float
+    ) -> AsyncGenerator[Delta | Committed]:
+        engine = await self._router.choose(session.id)
+        parser = AnswerParser(
+            self._assets.family,
+            self._assets.tokenizer,
+            stop_ids=self._assets.stop_ids,
+            stops=plan.params.stop,
+            opened=plan.extension.opened,
+            calls=request.calls,
+        )
+        output, logprobs = token_array(()), logprob_array(())
+        finish: Finish | None = None
+        queued = time.monotonic()
+        first = 0.0
+        rid = uuid.uuid4().hex
+        try:
+            async with aclosing(
+                engine.generate(plan.row, plan.params, rid=rid, stream=request.stream)
+            ) as chunks:
+                async for chunk in chunks:
+                    if len(chunk.logprobs) != len(chunk.output_ids):
+                        raise EngineError("the engine gave tokens without log-probs")
+                    first = first or time.monotonic()
+                    output.extend(chunk.output_ids)
+                    logprobs.extend(chunk.logprobs)
+                    finish = chunk.finish or finish
+                    events = parser.push(chunk.output_ids)
+                    yield Delta(events, chunk.output_ids, chunk.logprobs)
+        except EngineError as error:
+            raise _engine_failure(error) from error
+        except (asyncio.CancelledError, GeneratorExit):
+            session.diagnostics.aborted += 1
+            raise
+        if finish is None or finish.reason == "abort":
+            raise _engine_failure(EngineError("the engine ended the generation before it was complete"))
+        yield Delta(parser.finish(), (), ())
+        done = time.monotonic()
+        generation = Generation(
+            trim=plan.extension.trim,
+            prompt_ids=token_array(plan.extension.prompt_ids),
+            output_ids=output,
+            logprobs=logprobs,
+            spans=finish.version_spans,
+            finish=finish.reason,
+            stop=finish.matched_stop,
+            engine=engine.url,
+            cached_tokens=finish.cached_tokens,
+            timings=Timings(queued - started, (first or done) - queued, done - started),
+        )
+        yield Committed(
+            node=self._commit(session, plan, parser.message(), generation),
+            prompt_tokens=len(plan.row),
+            cached_tokens=finish.cached_tokens,
+        )
+
+    def _commit(self, session: Session, plan: _Plan, answer: Message, generation: Generation) -> Node:
+        if session.deleted:
+            raise RequestError("The session was deleted.", status=404, code="session_not_found")
+        parent, supersedes = plan.placement.parent, plan.placement.supersedes
+        node = session.tree.draft(
+            parent,
+            plan.lookup.prefix,
+            plan.messages,
+            answer,
+            generation,
+            supersedes.id if supersedes else None,
+        )
+        replays = _replays(parent, plan.lookup.messages)
+        self._store.commit(session, node, replays)
+        session.tree.append(node)
+        for earlier, replayed in replays:
+            earlier.replayed = replayed
+        return node
+
+    def _note_ignored(self, session: Session, request: TurnRequest) -> None:
+        known = session.diagnostics.ignored
+        if any(name not in known for name in request.ignored):
+            known.update(request.ignored)
+            self._store.note(session)
+
+
+def _budget(session: Session, supersedes: Node | None) -> int | None:
+    """Tokens that the session may still sample, None where it has no limit. Raises `RequestError` at 0."""
+    limits, tree = session.spec.limits, session.tree
+    returned = supersedes if supersedes is not None and tree.counts(supersedes) else None
+    turns = tree.turns() - (1 if returned else 0)
+    if limits.turns is not None and turns >= limits.turns:
+        raise context_exceeded(f"The session has used its budget of {limits.turns} turns.", "turns")
+    if limits.tokens is None:
+        return None
+    used = tree.sampled_tokens() - (len(returned.generation.output_ids) if returned else 0)
+    if used >= limits.tokens:
+        raise context_exceeded(f"The session has used its budget of {limits.tokens} tokens.", "tokens")
+    return limits.tokens - used
+
+
+def _replays(parent: Node | None, messages: tuple[Message, ...]) -> list[tuple[Node, Message | None]]:
+    """How earlier answers came back, where that is news: None where the harness no longer changes one."""
+    sent = ((node, messages[node.depth - 1]) for node in path(parent))
+    found = [(node, None if message == node.answer else message) for node, message in sent]
+    return [(node, replayed) for node, replayed in found if replayed != node.replayed]
+
+
+def _engine_failure(error: EngineError) -> RequestError:
+    if isinstance(error, ContextLengthError):
+        return context_exceeded(str(error))
+    if error.status is not None and 400 <= error.status < 500:
+        return RequestError(f"The engine refused the request: {error}", code="engine_refused")
+    return RequestError(f"The engine failed: {error}", status=503, code="engine_unavailable", retry_after=1)

@@ -1,0 +1,62 @@
+"""One conversation as the gateway sees it."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from titogym.gateway.errors import RequestError
+from titogym.gateway.sessions.matchers import matcher
+from titogym.gateway.sessions.policies import Policy, policy
+from titogym.gateway.sessions.spec import SessionSpec
+from titogym.gateway.sessions.tree import Tree
+
+
+@dataclass(slots=True)
+class Diagnostics:
+    """What a person should know of how the harness used the session."""
+
+    ignored: dict[str, str] = field(default_factory=dict)  # request field -> why it had no effect
+    errors: dict[str, int] = field(default_factory=dict)  # code -> requests that were refused or failed
+    last_error: dict[str, Any] | None = None  # code, status, message
+    exhausted: str | None = None  # the budget that is used up: "turns" or "tokens"
+    aborted: int = 0  # turns whose client went away
+
+    def failed(self, error: RequestError) -> None:
+        self.errors[error.code] = self.errors.get(error.code, 0) + 1
+        self.last_error = {"code": error.code, "status": error.status, "message": error.message}
+        self.exhausted = error.exhausted or self.exhausted
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A token tree with its rules. `touched` is the time of the last use (seconds since the epoch)."""
+
+    id: str
+    spec: SessionSpec
+    created: float
+    touched: float
+    tree: Tree
+    policy: Policy
+    diagnostics: Diagnostics = field(default_factory=Diagnostics)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    tasks: "set[asyncio.Task[Any]]" = field(default_factory=set)  # turns in flight
+    deleted: bool = False
+
+    @classmethod
+    def new(cls, id: str, spec: SessionSpec, created: float, touched: float | None = None) -> "Session":
+        return cls(
+            id=id,
+            spec=spec,
+            created=created,
+            touched=created if touched is None else touched,
+            tree=Tree(matcher(spec.matcher)),
+            policy=policy(spec.policy),
+        )
+
+    @property
+    def idle(self) -> bool:
+        return not self.tasks
+
+    def touch(self) -> None:
+        self.touched = time.time()

@@ -1,0 +1,82 @@
+"""What a session is created with."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from titogym.errors import UserError
+from titogym.gateway.errors import RequestError
+from titogym.gateway.sessions.matchers import matcher
+from titogym.gateway.sessions.policies import policy
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Sampling(_Strict):
+    """Sampling options, each None where nobody asked for one. `max_tokens` bounds one answer."""
+
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: int | None = None
+    min_p: Share | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop: tuple[str, ...] | None = None
+    seed: int | None = None
+    json_schema: str | None = None
+    ignore_eos: bool | None = None
+
+
+class Limits(_Strict):
+    """Budgets of the whole session; a turn that was sampled again counts once."""
+
+    turns: Annotated[int, Field(ge=1)] | None = None
+    tokens: Annotated[int, Field(ge=1)] | None = None  # sampled tokens
+
+
+class SessionSpec(_Strict):
+    """`sampling` is forced on every turn, whatever the client asks."""
+
+    matcher: str = "strict"
+    policy: str = "linear"
+    family: str | None = None  # must be the gateway's own where it is given
+    sampling: Sampling = Sampling()
+    limits: Limits = Limits()
+    labels: dict[str, Any] = {}
+    ttl_seconds: Annotated[float, Field(gt=0)] | None = (
+        None  # since its last use; None: the gateway's default
+    )
+
+    @field_validator("matcher")
+    @classmethod
+    def _known_matcher(cls, name: str) -> str:
+        try:
+            matcher(name)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        return name
+
+    @field_validator("policy")
+    @classmethod
+    def _known_policy(cls, name: str) -> str:
+        try:
+            policy(name)
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        return name
+
+
+def parse_spec(body: Any) -> SessionSpec:
+    """Raises `RequestError` that names the key at fault."""
+    try:
+        return SessionSpec.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(map(str, first["loc"])) or None
+        raise RequestError(f"{key or 'session'}: {first['msg']}", param=key) from None

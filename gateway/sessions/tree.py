@@ -1,0 +1,226 @@
+"""A session's append-only forest of generations.
+
+A node stores only what its turn added, so memory grows with new tokens and never with turns times
+prefix. Rows are put together from root to node when they are asked for.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import orjson
+
+from titogym.gateway.engines.base import VersionSpan
+from titogym.gateway.sessions.matchers import Matcher
+from titogym.templates.conversation import Message, Prefix
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds: until the engine was asked, until its first tokens came, and the whole turn."""
+
+    queued: float = 0.0
+    first_token: float = 0.0
+    total: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What one turn adds to its parent's row, with how it came about.
+
+    The row of the turn is `parent's row[: -trim] + prompt_ids + output_ids`. `logprobs` has one entry
+    per output id; `spans` count from the first output id.
+    """
+
+    trim: int
+    prompt_ids: "array[int]"  # environment tokens: seam repair, new messages, assistant opener
+    output_ids: "array[int]"
+    logprobs: "array[float]"
+    spans: tuple[VersionSpan, ...]
+    finish: str  # "stop" or "length"
+    stop: str | int | None = None  # the stop string or stop token that ended it
+    engine: str = ""
+    cached_tokens: int = 0
+    routes: bytes | None = None
+    timings: Timings = Timings()
+
+
+def token_array(ids: Iterable[int]) -> "array[int]":
+    return array("i", ids)
+
+
+def logprob_array(logprobs: Iterable[float]) -> "array[float]":
+    """32-bit floats, which is what engines compute log-probs in."""
+    return array("f", logprobs)
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One committed generation: the messages that its request added, and the answer."""
+
+    id: int  # order of commit within the session
+    parent: "Node | None"
+    prefix: Prefix  # the root's
+    messages: tuple[Message, ...]
+    answer: Message
+    generation: Generation
+    supersedes: int | None  # the turn that this one was sampled again in place of
+    request_hash: bytes  # of everything up to the answer
+    end_hash: bytes  # of everything up to and including the answer
+    depth: int  # messages up to and including the answer
+    turn: int  # generations from the root, this one included
+    length: int  # tokens of the row
+    children: int = 0
+    replayed: Message | None = None  # how the harness last sent the answer back, where it changed it
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Where a request falls in the forest.
+
+    `nodes` are the deepest nodes whose conversation the request repeats, in order of commit (several
+    where the model gave one answer twice); all lie `depth` messages deep. `hashes[i]` stands for the
+    request's prefix and its first `i` messages.
+    """
+
+    prefix: Prefix
+    messages: tuple[Message, ...]
+    hashes: list[bytes]
+    nodes: tuple[Node, ...]
+
+    @property
+    def depth(self) -> int:
+        return self.nodes[0].depth if self.nodes else 0
+
+
+@dataclass(slots=True)
+class Tree:
+    """The forest. `matcher` says which replayed messages count as the stored ones."""
+
+    matcher: Matcher
+    nodes: list[Node] = field(default_factory=list)
+    superseded: set[int] = field(default_factory=set)
+    _ends: dict[bytes, list[Node]] = field(default_factory=dict)
+    _requests: dict[bytes, list[Node]] = field(default_factory=dict)
+
+    def find(self, prefix: Prefix, messages: Sequence[Message]) -> Lookup:
+        """The deepest nodes that the request repeats: O(messages), whatever the size of the forest."""
+        hashes = chain(_prefix_hash(prefix), messages, self.matcher.key)
+        held: set[int] = set()
+        deepest: list[Node] = []
+        for depth in range(1, len(messages) + 1):
+            found = [
+                node for node in self._ends.get(hashes[depth], ()) if self._repeats(node, messages, held)
+            ]
+            if found:
+                held.update(node.id for node in found)
+                deepest = found
+        return Lookup(prefix, tuple(messages), hashes, tuple(deepest))
+
+    def _repeats(self, node: Node, messages: Sequence[Message], held: set[int]) -> bool:
+        """Whether the request's messages are acceptable as the node's own, its ancestors being `held`."""
+        start = 0
+        if node.parent is not None:
+            if node.parent.id not in held:
+                return False
+            start = node.parent.depth
+        own = (*node.messages, node.answer)
+        return all(map(self.matcher.accepts, own, messages[start : node.depth]))
+
+    def answered(self, request_hash: bytes) -> Sequence[Node]:
+        """The nodes that answer one and the same request, in order of commit."""
+        return self._requests.get(request_hash, ())
+
+    def draft(
+        self,
+        parent: Node | None,
+        prefix: Prefix,
+        messages: tuple[Message, ...],
+        answer: Message,
+        generation: Generation,
+        supersedes: int | None = None,
+    ) -> Node:
+        """The node that a generation under `parent` (None: a new root) would be; changes nothing."""
+        start = parent.end_hash if parent else _prefix_hash(prefix)
+        hashes = chain(start, (*messages, answer), self.matcher.key)
+        added = len(generation.prompt_ids) + len(generation.output_ids)
+        return Node(
+            id=len(self.nodes),
+            parent=parent,
+            prefix=parent.prefix if parent else prefix,
+            messages=messages,
+            answer=answer,
+            generation=generation,
+            supersedes=supersedes,
+            request_hash=hashes[-2],
+            end_hash=hashes[-1],
+            depth=(parent.depth if parent else 0) + len(messages) + 1,
+            turn=(parent.turn if parent else 0) + 1,
+            length=(parent.length if parent else 0) - generation.trim + added,
+        )
+
+    def append(self, node: Node) -> None:
+        """Commit a drafted node. Nothing may have been committed since it was drafted."""
+        assert node.id == len(self.nodes)
+        if node.parent:
+            node.parent.children += 1
+        if node.supersedes is not None:
+            self.superseded.add(node.supersedes)
+        self.nodes.append(node)
+        self._ends.setdefault(node.end_hash, []).append(node)
+        self._requests.setdefault(node.request_hash, []).append(node)
+
+    def leaves(self) -> list[Node]:
+        return [node for node in self.nodes if not node.children]
+
+    def sampled_tokens(self) -> int:
+        """Tokens that the model sampled, turns that were sampled again counted once."""
+        return sum(len(n.generation.output_ids) for n in self.nodes if self.counts(n))
+
+    def turns(self) -> int:
+        return sum(map(self.counts, self.nodes))
+
+    def counts(self, node: Node) -> bool:
+        """Whether a node is part of what happened, and not a turn that was sampled again in its place."""
+        return node.children > 0 or node.id not in self.superseded
+
+
+def path(node: Node | None) -> list[Node]:
+    """From the root to `node`."""
+    nodes = []
+    while node is not None:
+        nodes.append(node)
+        node = node.parent
+    return nodes[::-1]
+
+
+def row(node: Node | None) -> "array[int]":
+    """The full token sequence from the root to the end of `node`'s answer."""
+    tokens = token_array(())
+    for step in path(node):
+        generation = step.generation
+        if generation.trim:
+            del tokens[-generation.trim :]
+        tokens.extend(generation.prompt_ids)
+        tokens.extend(generation.output_ids)
+    return tokens
+
+
+def conversation(node: Node | None) -> list[Message]:
+    """All messages up to and including `node`'s answer, as the session holds them."""
+    return [message for step in path(node) for message in (*step.messages, step.answer)]
+
+
+def chain(start: bytes, messages: Iterable[Message], key: Callable[[Message], bytes]) -> list[bytes]:
+    """`start` and the hash after each message: equal hashes mean equal prefix and equal keys so far."""
+    hashes = [start]
+    for message in messages:
+        hashes.append(blake2b(key(message), digest_size=16, key=hashes[-1]).digest())
+    return hashes
+
+
+def _prefix_hash(prefix: Prefix) -> bytes:
+    """Other tools or template arguments make another root. The order of keys in a tool does not."""
+    written = orjson.dumps([prefix.tools, prefix.kwargs], option=orjson.OPT_SORT_KEYS)
+    return blake2b(written, digest_size=16).digest()

@@ -1,0 +1,1 @@
+"""Incremental parsers: sampled text in any pieces, the same events and the same message out."""

@@ -1,0 +1,66 @@
+"""From sampled tokens to an assistant message, while they arrive."""
+
+from collections.abc import Sequence
+
+from titogym.gateway.tokens.parsers.events import Collector, Content, Event
+from titogym.gateway.tokens.parsers.reasoning import ReasoningSplitter
+from titogym.gateway.tokens.parsers.scan import StopStrings
+from titogym.gateway.tokens.parsers.tool_calls import PARSERS
+from titogym.templates.conversation import Message
+from titogym.templates.family import Family
+from titogym.templates.tokenizer import Tokenizer
+
+
+class AnswerParser:
+    """Decodes and parses one answer, each token once.
+
+    `stop_ids` end a turn and are no text; `opened` says that the prompt left reasoning open; without
+    `calls` (the request offers no tools) what looks like a tool call is content.
+    """
+
+    def __init__(
+        self,
+        family: Family,
+        tokenizer: Tokenizer,
+        *,
+        stop_ids: frozenset[int],
+        stops: Sequence[str] = (),
+        opened: bool = False,
+        calls: bool = True,
+    ) -> None:
+        self._decoder = tokenizer.stream()
+        self._stop_ids = stop_ids
+        self._last: list[int] = []  # a stop token that may be the last
+        self._stops = StopStrings(stops)
+        self._reasoning = ReasoningSplitter(family.reasoning, opened)
+        form = family.tool_calls if calls else None
+        self._calls = PARSERS[form.kind](form) if form else None
+        self._collector = Collector()
+
+    def push(self, ids: Sequence[int]) -> list[Event]:
+        """Events of the tokens that arrived."""
+        ids, self._last = [*self._last, *ids], []
+        if ids and ids[-1] in self._stop_ids:
+            self._last = [ids.pop()]
+        return self._collect(self._reasoning.push(self._stops.push(self._decoder.push(ids))))
+
+    def finish(self) -> list[Event]:
+        """The last events. A stop token at the end has done its work and is dropped."""
+        text = self._stops.push(self._decoder.flush()) + self._stops.flush()
+        return self._collect([*self._reasoning.push(text), *self._reasoning.flush()], last=True)
+
+    def message(self) -> Message:
+        """The whole message, once `finish` was called."""
+        return self._collector.message()
+
+    def _collect(self, split: list[Event], last: bool = False) -> list[Event]:
+        if self._calls is None:
+            events = split
+        else:
+            events = []
+            for event in split:
+                events += self._calls.push(event.text) if isinstance(event, Content) else [event]
+            if last:
+                events += self._calls.flush()
+        self._collector.add(events)
+        return events
