@@ -1,6 +1,6 @@
 """What the gateway asks of an inference engine. Implementations: `sglang.SGLangEngine`."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -39,7 +39,7 @@ class Chunk:
     """Tokens that arrived since the chunk before. The last chunk of a generation carries `finish`."""
 
     output_ids: list[int]
-    logprobs: list[float]  # one per output id: log-prob of that token under the sampling distribution
+    logprobs: list[float]  # one per output id, at the sampling temperature, before top-p, top-k and min-p
     finish: "Finish | None" = None
 
 
@@ -72,6 +72,18 @@ class EngineError(Exception):
         self.status = status
 
 
+class ContextLengthError(EngineError):
+    """Prompt, or prompt and output budget together, are longer than the engine takes."""
+
+
+class NoEngineError(EngineError):
+    """No engine is left that could serve. It may pass: try again after `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class Engine(Protocol):
     """One inference server. All methods raise `EngineError` when it does not answer or refuses."""
 
@@ -79,7 +91,7 @@ class Engine(Protocol):
 
     def generate(
         self, input_ids: Sequence[int], params: SamplingParams, *, rid: str, stream: bool
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         """Sample a continuation of `input_ids`. Without `stream` one chunk carries everything.
 
         Closing the iterator early (client gone, cancellation) aborts the request on the engine.

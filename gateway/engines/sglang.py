@@ -1,0 +1,226 @@
+"""Client of SGLang's native `/generate`: token ids in, token ids and their log-probs out.
+
+What the log-probs are (SGLang 0.5.23, `srt/layers/sampler.py`): `log_softmax(logits / temperature)` after
+penalties, logit bias and grammar masks, and before the top-p, top-k and min-p filters. So they are those of
+the sampling distribution whenever none of these filters is on. With a filter the token was drawn from a
+narrower distribution than the number says; a trainer that recomputes log-probs needs the unfiltered number.
+Greedy decoding (temperature 0) reports log-probs at temperature 1.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import httpx
+import orjson
+
+from titogym.gateway.engines.base import (
+    Chunk,
+    ContextLengthError,
+    EngineError,
+    EngineInfo,
+    Finish,
+    SamplingParams,
+    VersionSpan,
+)
+
+# SGLang keeps this many tokens of a request's room free beyond the longest prompt that it takes.
+_ROOM_AFTER_LONGEST_PROMPT = 4
+
+
+class SGLangEngine:
+    """One SGLang server. `timeout` is how long it may stay silent within a request, seconds."""
+
+    def __init__(self, url: str, *, timeout: float = 900.0) -> None:
+        self.url = url.rstrip("/")
+        self._client = httpx.AsyncClient(
+            base_url=self.url,
+            timeout=httpx.Timeout(timeout, connect=10.0),
+            # Every episode in flight holds a connection: a cap would make them wait unseen.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        )
+        self._context_length: int | None = None
+
+    async def generate(
+        self, input_ids: Sequence[int], params: SamplingParams, *, rid: str, stream: bool
+    ) -> AsyncIterator[Chunk]:
+        """Sample a continuation of `input_ids`; see `base.Engine.generate`.
+
+        Raises `ContextLengthError` when the engine finds prompt or budget too long, and `EngineError` when
+        it cannot be reached, refuses, fails, or answers tokens without log-probs. Tokens that were yielded
+        before an error were really sampled.
+        """
+        body = orjson.dumps(
+            {
+                "input_ids": list(input_ids),
+                "sampling_params": _sampling_params(params),
+                "return_logprob": True,
+                "stream": stream,
+                "rid": rid,
+            }
+        )
+        finished = False
+        try:
+            async with self._client.stream(
+                "POST", "/generate", content=body, headers={"content-type": "application/json"}
+            ) as response:
+                if response.status_code != 200:
+                    raise _refusal(_message(await response.aread()), response.status_code)
+                seen = 0
+                async for event in _events(response) if stream else _whole(response):
+                    chunk = _chunk(event, seen)
+                    seen += len(chunk.output_ids)
+                    finished = chunk.finish is not None
+                    yield chunk
+                    if finished:
+                        return
+                raise EngineError("the engine closed the stream before the generation was complete")
+        except (httpx.HTTPError, orjson.JSONDecodeError) as error:
+            raise EngineError(f"{self.url}: {str(error) or type(error).__name__}") from error
+        except EngineError:
+            finished = True  # on the engine's side
+            raise
+        finally:
+            if not finished:
+                # The caller went away: not only does nobody read on, the engine should stop too. A shield,
+                # because we may be here on account of a cancellation that is still going on.
+                with contextlib.suppress(EngineError):
+                    await asyncio.shield(self.abort(rid))
+
+    async def abort(self, rid: str) -> None:
+        """End request `rid`: it finishes with what it has and reason "abort". Unknown ids are ignored."""
+        await self._request("POST", "/abort_request", {"rid": rid}, timeout=5.0)
+
+    async def info(self) -> EngineInfo:
+        model = await self._request("GET", "/model_info")
+        if self._context_length is None:
+            server = await self._request("GET", "/server_info")
+            self._context_length = server["max_req_input_len"] + _ROOM_AFTER_LONGEST_PROMPT
+        return EngineInfo(model["model_path"], self._context_length, model["weight_version"])
+
+    async def healthy(self) -> bool:
+        """Whether the server answers.
+
+        `/model_info` and not `/health`: the latter generates a token, so that it fails while generation is
+        paused for new weights, and takes a second. A server whose workers die ends itself.
+        """
+        try:
+            await self._request("GET", "/model_info", timeout=5.0)
+        except EngineError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _request(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = 60.0
+    ) -> Any:
+        try:
+            response = await self._client.request(method, path, json=body, timeout=timeout)
+        except httpx.HTTPError as error:
+            raise EngineError(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
+        if response.status_code != 200:
+            raise EngineError(f"{path}: {_message(response.content)}", response.status_code)
+        return orjson.loads(response.content) if response.content else None
+
+
+def _sampling_params(params: SamplingParams) -> dict[str, Any]:
+    """Every default that a model's own generation_config could change is said explicitly."""
+    wire: dict[str, Any] = {
+        "max_new_tokens": params.max_new_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "frequency_penalty": params.frequency_penalty,
+        "presence_penalty": params.presence_penalty,
+        "ignore_eos": params.ignore_eos,
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+    }
+    if params.stop:
+        wire["stop"] = list(params.stop)
+    if params.stop_token_ids:
+        wire["stop_token_ids"] = list(params.stop_token_ids)
+    if params.seed is not None:
+        wire["sampling_seed"] = params.seed
+    if params.json_schema is not None:
+        wire["json_schema"] = params.json_schema
+    return wire
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """The JSON objects of a server-sent event stream, up to `[DONE]`."""
+    buffer = bytearray()
+    async for piece in response.aiter_bytes():
+        searched = max(len(buffer) - 1, 0)
+        buffer += piece
+        while (end := buffer.find(b"\n\n", searched)) >= 0:
+            data = bytes(buffer[:end]).removeprefix(b"data: ")
+            del buffer[: end + 2]
+            searched = 0
+            if data == b"[DONE]":
+                return
+            yield orjson.loads(data)
+
+
+async def _whole(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    yield orjson.loads(await response.aread())
+
+
+def _chunk(event: dict[str, Any], seen: int) -> Chunk:
+    """What `event` adds to the `seen` tokens before it: servers stream only new tokens, or all so far."""
+    if "error" in event:
+        error = event["error"]
+        raise _refusal(str(error.get("message", error)), error.get("code"))
+    meta = event["meta_info"]
+    reason = meta["finish_reason"]
+    if reason is not None and reason.get("status_code"):
+        # A refusal in the shape of a generation; its one token was never sampled.
+        raise _refusal(reason["message"], reason["status_code"])
+    total = meta["completion_tokens"]
+    new = total - seen
+    ids = event["output_ids"]
+    if len(ids) not in (new, total) or new < 0:
+        raise EngineError(f"the engine lost tokens: {seen} before, {len(ids)} sent, {total} in all")
+    ids = ids[len(ids) - new :]
+    scored = meta.get("output_token_logprobs") or []
+    scored = scored[len(scored) - new :] if new <= len(scored) else []
+    if [token for _, token, *_ in scored] != ids or any(logprob is None for logprob, *_ in scored):
+        raise EngineError("the engine gave tokens without log-probs")
+    return Chunk(ids, [logprob for logprob, *_ in scored], _finish(meta, total) if reason else None)
+
+
+def _finish(meta: dict[str, Any], total: int) -> Finish:
+    reason = meta["finish_reason"]
+    spans = meta.get("weight_versions") or [{"start": 0, "end": total, "version": meta["weight_version"]}]
+    return Finish(
+        reason=reason["type"],
+        prompt_tokens=meta["prompt_tokens"],
+        cached_tokens=meta["cached_tokens"],
+        version_spans=tuple(VersionSpan(span["start"], span["end"], span["version"]) for span in spans),
+        matched_stop=reason.get("matched"),
+        meta={
+            "retractions": meta.get("num_retractions", 0),
+            "latency": meta.get("e2e_latency"),
+            "dp_rank": meta.get("dp_rank"),
+        },
+    )
+
+
+def _message(content: bytes) -> str:
+    """The sentence in an error response, whose shape differs between SGLang's endpoints."""
+    try:
+        body = orjson.loads(content)
+        found = body.get("error") or body.get("message") or body.get("detail") or body
+        return str(found.get("message", found) if isinstance(found, dict) else found)
+    except (orjson.JSONDecodeError, AttributeError):
+        return content.decode(errors="replace")[:500]
+
+
+def _refusal(message: str, status: int | None) -> EngineError:
+    if status == 400 and ("context length" in message or "maximum allowed length" in message):
+        return ContextLengthError(message, status)
+    return EngineError(message, status)
