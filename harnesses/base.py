@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from titogym.envs.sandboxes.base import Sandbox
+from titogym.envs.sandboxes.base import Mount, Sandbox
 from titogym.envs.task import Task
 
-Outcome = Literal["finished", "turn_limit", "token_limit", "context_limit", "timeout", "crashed"]
+Outcome = Literal[
+    "finished", "turn_limit", "token_limit", "context_limit", "timeout", "engine_error", "crashed"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +34,32 @@ class HarnessResult:
 
 
 class Harness(Protocol):
-    """One way to run an agent. `matcher` is the tightest session matcher that holds it."""
+    """One way to run an agent. `matcher` is the tightest session matcher that holds it.
+
+    `inside` says where the agent's program runs: in the sandbox, which then gets a loopback port that
+    leads to the gateway, or in this process, with only its commands in the sandbox. One object serves
+    any number of episodes at once.
+    """
 
     name: str
     matcher: str
+    inside: bool
 
     async def prepare(self) -> None:
-        """Install what the agent needs (once per process). Raises `UserError` when it cannot."""
+        """Install what the agent needs (safe to call again). Raises `UserError` when it cannot."""
+        ...
+
+    def mounts(self) -> tuple[Mount, ...]:
+        """What of the host the agent's program needs to see inside the sandbox, read-only."""
         ...
 
     async def run(self, task: Task, sandbox: Sandbox, connection: Connection) -> HarnessResult:
-        """Let the agent work on `task` until it ends or a limit of `task.limits` stops it."""
+        """Let the agent work on `task` until it ends or a limit of `task.limits` stops it.
+
+        Never raises for what the agent, its model or its sandbox does wrong: the result says it.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Let go of what `prepare` and `run` opened. Safe to call twice."""
         ...

@@ -1,0 +1,320 @@
+"""One attempt at one task: sandbox, session, agent, grade, trajectories; and nothing left behind.
+
+Whatever goes wrong inside becomes a failed result with one clear sentence. Clean-up runs on every way
+out, cancellation included. When this process is killed, the sandbox dies with it (its processes are
+bound to ours) and the session ends by its time to live.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
+
+from titogym.envs.environment import Environment
+from titogym.envs.registry import environment as find_environment
+from titogym.envs.sandboxes.base import Sandbox, SandboxBackend, SandboxError, SandboxSpec
+from titogym.envs.task import GradingError, Task
+from titogym.errors import UserError
+from titogym.gateway.client import GatewayClient, GatewayError, SessionHandle
+from titogym.gateway.trajectories import Trajectory
+from titogym.harnesses.base import Connection, Harness, HarnessResult, Outcome
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+EpisodeOutcome = Outcome | Literal["setup_error", "gateway_error", "grading_error"]
+
+# The agent's own ending, good or bad: the model answers for it, so a graded one may be trained on.
+MODEL_OUTCOMES = frozenset({"finished", "turn_limit", "token_limit", "context_limit", "timeout"})
+
+HARNESS_GRACE = 10.0  # seconds past the agent's limit until a harness that does not keep it is cancelled
+VERIFIER_GRACE = 10.0  # the same for a grader
+CLEANUP_SECONDS = 30.0  # longest wait for a sandbox or a session to go
+MODEL = "titogym"  # the name by which agents ask for their model; a gateway serves one
+INSIDE_PORT = 8080  # loopback port of a sandbox that leads to the gateway
+
+# What a session says of its last refused request -> how the attempt ended.
+_SESSION_CAUSES: dict[str, EpisodeOutcome] = {
+    "turns": "turn_limit",
+    "tokens": "token_limit",
+    "context_length_exceeded": "context_limit",
+    "engine_unavailable": "engine_error",
+}
+
+
+@dataclass(slots=True)
+class EpisodeResult:
+    """What one episode gave. `error` is one sentence about anything but a finished, graded attempt.
+
+    `reward` is None when the episode could not be graded; each trajectory carries it too. `seconds` is
+    wall time by phase: setup, agent, grade, collect. `mismatches` counts the session's
+    `tito_session_mismatch` findings by type. `log` is the tail of the agent's own output.
+    """
+
+    task_id: str
+    outcome: EpisodeOutcome
+    reward: float | None = None
+    error: str | None = None
+    trajectories: list[Trajectory] = field(default_factory=list)
+    turns: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    mismatches: dict[str, int] = field(default_factory=dict)
+    evidence: dict[str, Any] = field(default_factory=dict)
+    log: str = ""
+    session_id: str | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether it may be trained on: graded, sampled, and ended by the model's own doing."""
+        return self.reward is not None and bool(self.trajectories) and self.outcome in MODEL_OUTCOMES
+
+
+async def run_episode(
+    task: Task,
+    *,
+    harness: Harness,
+    backend: SandboxBackend,
+    gateway: GatewayClient,
+    session_options: Mapping[str, Any] | None = None,
+    labels: Mapping[str, str] | None = None,
+) -> EpisodeResult:
+    """Let `harness` attempt `task` once.
+
+    `session_options` are fields of the gateway's session (matcher, policy, sampling, ...); the harness's
+    matcher and the task's limits of turns and tokens stand where they are silent. `labels` name the
+    sandbox and the session. Raises nothing but `asyncio.CancelledError`, and that only after
+    everything is cleaned up.
+    """
+    episode = _Episode(task, harness, backend, gateway, session_options or {}, labels or {})
+    try:
+        await episode.run()
+    finally:
+        await _to_its_end(episode.clean_up())
+    return episode.result
+
+
+class _Failed(Exception):
+    """Ends the episode with this outcome and sentence."""
+
+    def __init__(self, outcome: EpisodeOutcome, error: str) -> None:
+        self.outcome: EpisodeOutcome = outcome
+        self.error = error
+
+
+class _Episode:
+    """The state of one `run_episode`: what has been made so far, and the result that is filled in."""
+
+    def __init__(
+        self,
+        task: Task,
+        harness: Harness,
+        backend: SandboxBackend,
+        gateway: GatewayClient,
+        session_options: Mapping[str, Any],
+        labels: Mapping[str, str],
+    ) -> None:
+        self._task = task
+        self._harness = harness
+        self._backend = backend
+        self._gateway = gateway
+        self._session_options = session_options
+        self._labels = {"task": task.id, **labels}
+        # Creation runs in tasks of its own: a cancellation in its midst must still know what to destroy.
+        self._session: asyncio.Task[SessionHandle] | None = None
+        self._sandbox: asyncio.Task[Sandbox] | None = None
+        self.result = EpisodeResult(task.id, "setup_error")
+
+    async def run(self) -> None:
+        result = self.result
+        try:
+            with self._phase("setup"):
+                environment, connection, sandbox = await self._set_up()
+            with self._phase("agent"):
+                ended = await self._let_work(sandbox, connection)
+            result.outcome, result.error, result.log = ended.outcome, ended.detail or None, ended.log
+            with self._phase("grade"):
+                await self._grade(environment, sandbox)
+        except _Failed as failure:
+            result.outcome, result.error = failure.outcome, failure.error
+        with self._phase("collect"):
+            await self._collect()
+
+    async def clean_up(self) -> None:
+        """Destroy what was made, whatever state it is in. Failures are logged: there is no one to tell."""
+        await asyncio.gather(
+            _destroy("sandbox", self._sandbox, lambda sandbox: sandbox.destroy()),
+            _destroy("session", self._session, lambda session: self._gateway.delete(session.id)),
+        )
+
+    async def _set_up(self) -> tuple[Environment, Connection, Sandbox]:
+        try:
+            environment = find_environment(self._task.environment)
+            if self._harness.inside and not self._gateway.guarded:
+                raise UserError(
+                    f"With the harness {self._harness.name!r} the model's own commands can reach the gateway: "
+                    "start it with --admin-key, and give that key to the run."
+                )
+            await self._harness.prepare()
+            session = await self._create_session()
+            sandbox = await self._create_sandbox(session)
+            await environment.setup(self._task, sandbox)
+        except GatewayError as error:
+            raise _Failed("gateway_error", f"The gateway gave no session: {error}") from error
+        except SandboxError as error:
+            raise _Failed("setup_error", f"The sandbox could not be made ready: {error}") from error
+        except UserError as error:
+            raise _Failed("setup_error", str(error)) from error
+        except Exception as error:
+            raise _Failed("setup_error", _unexpected("the set-up", error)) from error
+        return environment, self._connection(session), sandbox
+
+    async def _create_session(self) -> SessionHandle:
+        limits = self._task.limits
+        budget = {"turns": limits.turns, "tokens": limits.tokens}
+        options = {
+            "matcher": self._harness.matcher,
+            "limits": {name: value for name, value in budget.items() if value is not None},
+            "labels": self._labels,
+            **self._session_options,
+        }
+        self._session = asyncio.ensure_future(self._gateway.create_session(**options))
+        session = await asyncio.shield(self._session)
+        self.result.session_id = session.id
+        return session
+
+    async def _create_sandbox(self, session: SessionHandle) -> Sandbox:
+        task = self._task
+        spec = SandboxSpec(
+            limits=task.limits,
+            network=task.network,
+            workdir=task.workdir,
+            env=task.env,
+            labels=self._labels,
+            mounts=self._harness.mounts(),
+            services={INSIDE_PORT: _address(session.base_url)} if self._enclosed() else {},
+        )
+        self._sandbox = asyncio.ensure_future(self._backend.create(spec))
+        return await asyncio.shield(self._sandbox)
+
+    def _enclosed(self) -> bool:
+        """Whether the agent's program runs where no network is, and needs a way out to the gateway."""
+        return self._harness.inside and self._task.network == "none"
+
+    def _connection(self, session: SessionHandle) -> Connection:
+        url = session.base_url
+        if self._enclosed():
+            url = urlsplit(url)._replace(scheme="http", netloc=f"127.0.0.1:{INSIDE_PORT}").geturl()
+        return Connection(url, session.api_key, MODEL, self._task.env)
+
+    async def _let_work(self, sandbox: Sandbox, connection: Connection) -> HarnessResult:
+        limit = self._task.limits.agent_seconds
+        try:
+            async with asyncio.timeout(limit + HARNESS_GRACE):
+                return await self._harness.run(self._task, sandbox, connection)
+        except TimeoutError:  # the harness did not keep the limit itself
+            return HarnessResult("timeout", f"The agent was stopped at its limit of {limit:g} s.")
+        except Exception as error:
+            return HarnessResult("crashed", _unexpected(f"harness {self._harness.name!r}", error))
+
+    async def _grade(self, environment: Environment, sandbox: Sandbox) -> None:
+        limit = self._task.limits.verifier_seconds
+        try:
+            async with asyncio.timeout(limit + VERIFIER_GRACE):
+                await sandbox.kill_processes()
+                grade = await environment.grade(self._task, sandbox)
+        except TimeoutError:
+            self._not_graded(f"the tests were stopped at their limit of {limit:g} s")
+        except (GradingError, SandboxError, UserError) as error:
+            self._not_graded(str(error))
+        except Exception as error:
+            self._not_graded(_unexpected("the grader", error))
+        else:
+            self.result.reward, self.result.evidence = grade.reward, grade.evidence
+
+    def _not_graded(self, why: str) -> None:
+        sentence = f"The attempt could not be graded: {why.rstrip('.')}."
+        if self.result.outcome in MODEL_OUTCOMES:
+            self.result.outcome = "grading_error"
+        self.result.error = f"{self.result.error} {sentence}" if self.result.error else sentence
+
+    async def _collect(self) -> None:
+        """Fetch what the session holds; a failed episode's samples too."""
+        if self.result.session_id is None:
+            return
+        try:
+            seen = await self._gateway.inspect(self.result.session_id)
+            trajectories = await self._gateway.trajectories(self.result.session_id)
+        except GatewayError as error:
+            self.result.outcome = "gateway_error"
+            self.result.error = f"The gateway did not hand over the session's trajectories: {error}"
+            return
+        for trajectory in trajectories:
+            trajectory.reward = self.result.reward
+        self.result.trajectories = trajectories
+        self.result.turns = seen["turns"]
+        self.result.mismatches = seen["tito_session_mismatch"]
+        if self._harness.inside:
+            self._explain(seen)
+
+    def _explain(self, seen: Mapping[str, Any]) -> None:
+        """Why an agent program really ended: it has only an exit status, the session knows the cause."""
+        error = seen["last_error"]
+        if error is None or self.result.outcome not in ("finished", "crashed"):
+            return
+        outcome = _SESSION_CAUSES.get(seen["exhausted"] or error["code"])
+        if outcome == "engine_error" and self.result.outcome == "finished":
+            return  # it went on after the engine had failed
+        if outcome is not None:
+            self.result.outcome, self.result.error = outcome, error["message"]
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.result.seconds[name] = time.monotonic() - started
+
+
+def _address(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.hostname}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
+
+
+def _unexpected(where: str, error: Exception) -> str:
+    log.error("unexpected error in %s", where, exc_info=error)
+    return f"Unexpected error in {where}: {type(error).__name__}: {error}"
+
+
+async def _destroy(
+    what: str, made: "asyncio.Task[T] | None", destroy: Callable[[T], Awaitable[None]]
+) -> None:
+    if made is None:
+        return
+    try:
+        async with asyncio.timeout(CLEANUP_SECONDS):
+            try:
+                thing = await made
+            except Exception:
+                return  # it was never made, and setup has said why
+            await destroy(thing)
+    except Exception as error:
+        log.warning("the %s of an episode was not destroyed: %s: %s", what, type(error).__name__, error)
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await `work` to its end whatever happens; cancellations that came meanwhile are raised after it."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

@@ -1,0 +1,200 @@
+"""The plainest agent: the real OpenAI SDK in a loop, with one tool that runs shell commands.
+
+It runs in this process, hundreds of episodes at a time; only its commands run in the sandbox.
+"""
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import openai
+from openai.types.chat import ChatCompletion
+
+from titogym.envs.sandboxes.base import ExecResult, Mount, Sandbox, SandboxError
+from titogym.envs.task import Task
+from titogym.harnesses.base import Connection, HarnessResult, Outcome
+from titogym.harnesses.failures import classify
+
+SYSTEM = (
+    "You solve tasks in a Linux sandbox. Use the bash tool to look around, change files and check your "
+    "work. Each command runs in a new shell in {workdir}. When the task is done, answer with a short "
+    "summary and no tool call."
+)
+TOOL_DESCRIPTION = "Run a bash command and return its output."
+MALFORMED = "Your tool call could not be read. Call the bash tool with JSON arguments, one string: command."
+
+# Text that only stands in an answer when the model meant to call a tool and got the syntax wrong.
+CALL_MARKS = ("<tool_call", "</tool_call", "<function", "[TOOL_CALLS]", "<|tool_call")
+
+
+class _Stop(Exception):
+    def __init__(self, outcome: Outcome, detail: str) -> None:
+        self.outcome: Outcome = outcome
+        self.detail = detail
+
+
+@dataclass
+class OpenAILoop:
+    """A tool loop over chat completions.
+
+    system, tool_description, malformed: what the model reads; keep them short for a tiny model.
+      `{workdir}` in `system` becomes the task's work directory; an empty system text sends none.
+    command_seconds: time limit of one command (s).
+    output_chars: most characters of one command's output that the model is shown.
+    max_tokens: most tokens of one turn; None leaves it to the session.
+    request: further fields of every request, such as `{"temperature": 0.7}`.
+    retries: how often the SDK repeats a request that the gateway did not answer.
+    """
+
+    system: str = SYSTEM
+    tool_description: str = TOOL_DESCRIPTION
+    malformed: str = MALFORMED
+    command_seconds: float = 60.0
+    output_chars: int = 8000
+    max_tokens: int | None = None
+    request: dict[str, Any] = field(default_factory=dict)
+    retries: int = 1
+
+    name = "openai_loop"
+    matcher = "strict"
+    inside = False
+
+    def __post_init__(self) -> None:
+        self._client: openai.AsyncOpenAI | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tools = [
+            {
+                "type": "function",
+                "function": {
+                    "name": "bash",
+                    "description": self.tool_description,
+                    "parameters": {
+                        "type": "object",
+                        "properties": {"command": {"type": "string"}},
+                        "required": ["command"],
+                    },
+                },
+            }
+        ]
+
+    async def prepare(self) -> None:
+        pass
+
+    def mounts(self) -> tuple[Mount, ...]:
+        return ()
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+    async def run(self, task: Task, sandbox: Sandbox, connection: Connection) -> HarnessResult:
+        progress = {"turns": 0, "tokens": 0}
+        try:
+            async with asyncio.timeout(task.limits.agent_seconds):
+                await self._converse(task, sandbox, connection, progress)
+        except _Stop as stop:
+            return HarnessResult(stop.outcome, stop.detail, metadata=progress)
+        except TimeoutError:
+            detail = f"The agent was stopped at its limit of {task.limits.agent_seconds:g} s."
+            return HarnessResult("timeout", detail, metadata=progress)
+        except SandboxError as error:
+            return HarnessResult("crashed", f"The sandbox failed the agent: {error}", metadata=progress)
+        except openai.OpenAIError as error:
+            outcome, detail = classify(error)
+            return HarnessResult(outcome, detail, metadata=progress)
+        return HarnessResult("finished", metadata=progress)
+
+    async def _converse(
+        self, task: Task, sandbox: Sandbox, connection: Connection, progress: dict[str, int]
+    ) -> None:
+        client = self._shared_client().with_options(base_url=connection.base_url, api_key=connection.api_key)
+        messages: list[dict[str, Any]] = []
+        if self.system:
+            messages.append({"role": "system", "content": self.system.replace("{workdir}", task.workdir)})
+        messages.append({"role": "user", "content": task.instruction})
+        while progress["turns"] < task.limits.turns:
+            completion = await self._turn(client, connection.model, messages)
+            progress["turns"] += 1
+            progress["tokens"] += completion.usage.completion_tokens if completion.usage else 0
+            choice = completion.choices[0]
+            messages.append(choice.message.to_dict())
+            if choice.message.tool_calls:
+                for call in choice.message.tool_calls:
+                    text = await self._answer(call, sandbox)
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
+            elif choice.finish_reason == "length":
+                raise _Stop("token_limit", "A turn ran into its token limit before the model ended it.")
+            elif any(mark in (choice.message.content or "") for mark in CALL_MARKS):
+                messages.append({"role": "user", "content": self.malformed})
+            else:
+                return
+            if task.limits.tokens is not None and progress["tokens"] >= task.limits.tokens:
+                raise _Stop("token_limit", f"The agent sampled its limit of {task.limits.tokens} tokens.")
+        raise _Stop("turn_limit", f"The agent reached its limit of {task.limits.turns} turns.")
+
+    async def _turn(
+        self, client: openai.AsyncOpenAI, model: str, messages: list[dict[str, Any]]
+    ) -> ChatCompletion:
+        body = {"model": model, "messages": messages, "tools": self._tools, **self.request}
+        if self.max_tokens is not None:
+            body["max_tokens"] = self.max_tokens
+        # The same request as `client.chat.completions.create(...)`, which first walks every message of
+        # the history against the SDK's type hints: 4 ms of CPU at 20 messages, where this takes 0.5.
+        completion: ChatCompletion = await client.post("/chat/completions", cast_to=ChatCompletion, body=body)
+        return completion
+
+    async def _answer(self, call: Any, sandbox: Sandbox) -> str:
+        """Run one tool call; what was wrong with it is an answer too."""
+        if call.function.name != "bash":
+            return f"error: there is no tool {call.function.name!r}, only 'bash'"
+        try:
+            command = json.loads(call.function.arguments)["command"]
+        except (ValueError, TypeError, KeyError):
+            command = None
+        if not isinstance(command, str):
+            return 'error: the arguments must be JSON like {"command": "ls"}'
+        return render(await sandbox.exec(command, timeout=self.command_seconds), self.output_chars)
+
+    def _shared_client(self) -> openai.AsyncOpenAI:
+        """One connection pool for every episode of this event loop, with no cap on connections."""
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            pool = httpx.AsyncClient(
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+                timeout=httpx.Timeout(None, connect=30.0),
+            )
+            self._client = openai.AsyncOpenAI(
+                api_key="unset",
+                base_url="http://unset",
+                http_client=pool,
+                max_retries=self.retries,
+                timeout=None,
+            )
+            self._loop = loop
+        return self._client
+
+
+def render(result: ExecResult, limit: int) -> str:
+    """A command's result as the model reads it: output, then what stands out (errors, status, cuts)."""
+    parts = [shorten(part.rstrip("\n"), limit) for part in (result.stdout, result.stderr) if part.strip()]
+    if result.truncated:
+        parts.append("[output cut: the command wrote too much]")
+    if result.timed_out:
+        parts.append("[timed out]")
+    elif result.out_of_memory:
+        parts.append("[killed: out of memory]")
+    elif result.exit_code != 0:
+        parts.append(f"[exit code {result.exit_code}]")
+    return "\n".join(parts) or "(no output)"
+
+
+def shorten(text: str, limit: int) -> str:
+    """`text` with its middle left out when it is longer than `limit` characters, and a note that says so."""
+    if len(text) <= limit:
+        return text
+    head = (limit + 1) // 2
+    tail = limit - head
+    return f"{text[:head]}\n[... {len(text) - limit} characters left out ...]\n{text[len(text) - tail :]}"
