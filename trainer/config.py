@@ -139,8 +139,7 @@ class RolloutSection(Section):
         default=None, description="Most tokens sampled over a whole episode; no limit when left out."
     )
     max_failures_in_a_row: Count = Field(
-        default=32,
-        description="The run stops when this many episodes in a row fail for the same cause.",
+        default=64, description="The run stops when this many episodes in a row have failed."
     )
 
 

@@ -69,6 +69,7 @@ class RolloutWorker:
         samples_per_prompt: int,
         episodes_in_flight: int,
         max_failures_in_a_row: int,
+        on_failure: Callable[[EpisodeResult], None] = lambda result: None,
     ) -> None:
         self.counters = RolloutCounters()
         self.in_flight = 0
@@ -77,13 +78,14 @@ class RolloutWorker:
         self._run_episode = run_episode
         self._samples_per_prompt = samples_per_prompt
         self._max_failures_in_a_row = max_failures_in_a_row
+        self._on_failure = on_failure
         self._places = Places(episodes_in_flight)
-        self._failing: tuple[str, int] = ("", 0)  # cause of the last failure, and how often in a row
+        self._failing: Counter[str] = Counter()  # causes of the failures since the last usable episode
 
     async def run(self) -> None:
         """Collect until cancelled; then every episode is cancelled and has cleaned up before this returns.
 
-        Raises `UserError` when `max_failures_in_a_row` episodes in a row have failed for one cause.
+        Raises `UserError` when `max_failures_in_a_row` episodes in a row have failed.
         """
         try:
             async with asyncio.TaskGroup() as groups:
@@ -92,7 +94,7 @@ class RolloutWorker:
                     await self._buffer.room()
                     groups.create_task(self._collect(self._ledger.next()))
         except BaseExceptionGroup as errors:
-            raise _first(errors) from None
+            raise first_error(errors) from None
 
     async def _collect(self, assignment: Assignment) -> None:
         async with asyncio.TaskGroup() as members:
@@ -132,17 +134,18 @@ class RolloutWorker:
         counters.mismatches += bool(result.mismatches)
         counters.seconds += result.seconds.get("total", 0.0)
         if samples_of(result, 0):
-            self._failing = ("", 0)
+            self._failing.clear()
             return
         cause = failure_cause(result)
         counters.failures[cause] += 1
-        last, times = self._failing
-        self._failing = (cause, times + 1 if cause == last else 1)
-        if self._failing[1] >= self._max_failures_in_a_row:
+        self._failing[cause] += 1
+        self._on_failure(result)
+        if self._failing.total() >= self._max_failures_in_a_row:
+            causes = ", ".join(f"{times} x {name}" for name, times in self._failing.most_common())
             raise UserError(
-                f"{self._failing[1]} episodes in a row failed with {cause}; the last one said: "
-                f"{result.error or 'nothing'}. Mend that, or raise rollout.max_failures_in_a_row; "
-                "a resumed run continues from the last checkpoint."
+                f"{self._failing.total()} episodes in a row failed ({causes}); the last one said: "
+                f"{result.error or 'nothing'} Mend that or raise rollout.max_failures_in_a_row, then "
+                "continue the run with --resume."
             )
 
 
@@ -181,7 +184,7 @@ def samples_of(episode: EpisodeResult, number: int) -> list[Sample]:
     ]
 
 
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     """The error that made its task group give up; the others are what it cancelled."""
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):
