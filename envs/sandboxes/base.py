@@ -30,6 +30,8 @@ class SandboxSpec:
     workdir: str = "/workspace"
     env: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
+    mounts: tuple[Mount, ...] = ()
+    services: Mapping[int, str] = field(default_factory=dict)
 
     @classmethod
     def for_task(cls, task: Task, labels: Mapping[str, str] | None = None) -> "SandboxSpec":
@@ -41,9 +43,6 @@ class SandboxSpec:
             env=task.env,
             labels={"task": task.id, **(labels or {})},
         )
-
-    mounts: tuple[Mount, ...] = ()
-    services: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,8 @@ class Sandbox(Protocol):
         """A fresh sandbox that takes over this one's files; this one is destroyed.
 
         No process survives. System directories, `/etc` and `/logs` are new; `read_only` maps absolute paths
-        inside to trees that appear there, unwritable; `env` replaces the environment of the spec.
+        inside to trees that appear there, unwritable; `env` replaces the environment of the spec, whose
+        mounts and services are gone.
         """
         ...
 

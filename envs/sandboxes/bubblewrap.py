@@ -7,6 +7,7 @@ agent writes stays in that directory and is gone with it.
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
@@ -163,6 +164,23 @@ def command(
     line += ["--size", str(memory_mb * _MIB)] if "--size" in found.options else []
     line += ["--tmpfs", "/dev/shm", "--remount-ro", "/dev", "--info-fd", str(info_fd)]
     return [*line, "--", *inner]
+
+
+def as_user(line: Sequence[str], user: int, staged: Mapping[Path, Path]) -> list[str]:
+    """`line` run by root under the host user id `user`.
+
+    `staged` maps empty files or directories to what shall be seen in their place. That user may not be
+    able to reach the latter (a directory under `/root`, say), so root mounts them first, in a mount
+    namespace that vanishes with the process.
+    """
+    drop = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--", *line]
+    if not staged:
+        return drop
+    mounts = [
+        f"mount --rbind {shlex.quote(str(source))} {shlex.quote(str(at))}" for at, source in staged.items()
+    ]
+    script = " && ".join([*mounts, 'exec "$@"'])
+    return ["unshare", "--mount", "--propagation", "private", "--", "/bin/sh", "-c", script, "sh", *drop]
 
 
 def process_limits(limits: Limits, *, grouped: Collection[str]) -> list[str]:

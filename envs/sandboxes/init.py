@@ -7,7 +7,11 @@ Messages travel on one SOCK_SEQPACKET socket whose number is `argv[1]`:
 
     driver -> init   b"run N"  with four file descriptors: request, stdin, stdout, stderr
                      b"kill N" kill every descendant of command N, daemons included
-    init -> driver   b"ready", then per command b"exit N STATUS" (wait status of its main process)
+    init -> driver   b"ready" with the listening sockets that the driver asked for, then per command
+                     b"exit N STATUS" (wait status of its main process)
+
+`argv[2]` is the sandbox's id, there to be seen in process lists; then come resource limits (`FSIZE=1024`)
+and loopback ports to listen on (`listen=8000`).
 
 The request holds NUL-separated fields: directory, argument count, arguments, NAME=value pairs. The
 socket's end of file means that the driver has gone: process 1 exits and the kernel kills the rest.
@@ -33,9 +37,13 @@ prctl = ctypes.CDLL(None).prctl
 def main() -> None:
     control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, int(sys.argv[1]))
     os.set_inheritable(control.fileno(), False)
-    for limit in sys.argv[3:]:  # argv[2] is the sandbox's id, there to be seen in process lists
-        name, value = limit.split("=")
-        resource.setrlimit(getattr(resource, "RLIMIT_" + name), (int(value), int(value)))
+    listeners: list[socket.socket] = []
+    for option in sys.argv[3:]:
+        name, value = option.split("=")
+        if name == "listen":
+            listeners.append(listen(int(value)))
+        else:
+            resource.setrlimit(getattr(resource, "RLIMIT_" + name), (int(value), int(value)))
     prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no debugger from inside
     wake, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
@@ -46,7 +54,10 @@ def main() -> None:
     poll.register(control.fileno(), select.POLLIN)
     poll.register(wake, select.POLLIN)
     commands: dict[int, int] = {}  # pid -> number
-    control.send(b"ready")
+    descriptors = b"".join(listener.fileno().to_bytes(4, sys.byteorder) for listener in listeners)
+    control.sendmsg([b"ready"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)] if listeners else [])
+    for listener in listeners:
+        listener.close()
     while True:
         for ready, _ in poll.poll():
             if ready == wake:
@@ -54,6 +65,14 @@ def main() -> None:
             else:
                 serve(control, commands)
         reap(control, commands)
+
+
+def listen(port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
+    listener.listen(128)
+    return listener
 
 
 def serve(control: socket.socket, commands: dict[int, int]) -> None:

@@ -21,12 +21,12 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from titogym.envs.sandboxes import bubblewrap, cgroups, owners, reaper
 from titogym.envs.sandboxes.base import ExecResult, SandboxError, SandboxSpec
 from titogym.envs.sandboxes.machine import Machine
+from titogym.envs.sandboxes.relay import Relay
 from titogym.errors import UserError
 from titogym.venvs import home
 
@@ -58,6 +58,11 @@ class LocalBackend:
         if spec.image is not None:
             raise UserError(
                 f"The local sandbox cannot run the image {spec.image!r}: it has this machine's programs only."
+            )
+        if spec.services and spec.network == "open":
+            raise UserError(
+                "The local sandbox cannot offer services to a task with an open network, which shares the "
+                "ports of this machine: give the task no network."
             )
         if self._prepared is None:
             self._prepared = asyncio.create_task(asyncio.to_thread(self._prepare))
@@ -94,13 +99,15 @@ class LocalSandbox:
         self.remarks: list[str] = []
         self._backend = backend
         self._spec = spec
-        self._read_only: dict[str, Path] = {}
+        self._read_only: dict[str, Path] = {}  # path inside -> path on the host
+        self._staged: dict[Path, Path] = {}
         self._home = backend.root / self.id
         self._root = self._home / "root"
         self._user = _FIRST_USER + secrets.randbelow(_USERS) if _user_of_its_own() else None
         self._group: cgroups.Cgroup | None = None
         self._oom_kills = 0
         self._machine: Machine | None = None
+        self._relays: list[Relay] = []
         self._starting = asyncio.Lock()
         self._destroyed = False
 
@@ -163,6 +170,8 @@ class LocalSandbox:
         return await asyncio.to_thread(_read_beneath, self._root, path, limit)
 
     async def kill_processes(self) -> None:
+        for relay in self._relays:
+            relay.close()
         machine, self._machine = self._machine, None
         if machine is not None:
             await machine.kill()
@@ -171,7 +180,7 @@ class LocalSandbox:
         self, *, read_only: Mapping[str, Path | Mapping[str, str]], env: Mapping[str, str]
     ) -> "LocalSandbox":
         await self.kill_processes()
-        heir = LocalSandbox(self._backend, replace(self._spec, env=dict(env)))
+        heir = LocalSandbox(self._backend, replace(self._spec, env=dict(env), mounts=(), services={}))
         heir._user = self._user  # the files are its
         try:
             heir._lay_out(read_only)
@@ -200,26 +209,42 @@ class LocalSandbox:
             copy = self._home / f"mount-{number}"
             _copy_tree(tree, copy)
             self._read_only[target] = copy
+        for number, mount in enumerate(self._spec.mounts):
+            if not mount.source.exists():
+                raise SandboxError(f"{mount.source} does not exist, so the sandbox cannot show it.")
+            self._read_only[mount.target] = mount.source
+            if self._user is not None:
+                stage = self._home / f"stage-{number}"
+                stage.mkdir() if mount.source.is_dir() else stage.touch()
+                self._staged[stage] = mount.source
+                self._read_only[mount.target] = stage
 
     async def _running(self) -> Machine:
         async with self._starting:
             if self._destroyed:
                 raise SandboxError("The sandbox has been destroyed.")
             if self._machine is None or not self._machine.alive:
+                services = self._spec.services
+                limits = bubblewrap.process_limits(
+                    self._spec.limits, grouped=self._group.directories if self._group else ()
+                )
                 self._machine = await Machine.start(
-                    partial(self._command),
+                    self._command,
                     self.id,
-                    bubblewrap.process_limits(
-                        self._spec.limits, grouped=self._group.directories if self._group else ()
-                    ),
-                    user=self._user,
+                    [*limits, *(f"listen={port}" for port in services)],
                     log=self._home / "log",
                     admit=self._group.add if self._group else lambda pid: None,
                 )
+                self._relays = [
+                    Relay(listener, address)
+                    for listener, address in zip(self._machine.listeners, services.values(), strict=True)
+                ]
+                for relay in self._relays:
+                    relay.start()
             return self._machine
 
     def _command(self, inner: list[str], info_fd: int) -> list[str]:
-        return bubblewrap.command(
+        line = bubblewrap.command(
             self._root,
             [bubblewrap.host().python, *inner],
             info_fd=info_fd,
@@ -227,6 +252,7 @@ class LocalSandbox:
             memory_mb=self._spec.limits.memory_mb,
             read_only=self._read_only,
         )
+        return line if self._user is None else bubblewrap.as_user(line, self._user, self._staged)
 
     async def _machine_run_bytes(self, arguments: Sequence[str], limit: int) -> bytes:
         machine = await self._running()

@@ -39,7 +39,14 @@ class Outcome:
 class Machine:
     """Running namespaces. Belongs to the event loop in which it was started."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", control: socket.socket, init: int) -> None:
+    def __init__(
+        self,
+        process: "subprocess.Popen[bytes]",
+        control: socket.socket,
+        init: int,
+        listeners: list[socket.socket],
+    ) -> None:
+        self.listeners = listeners  # one per `listen=` option, in their order; the caller closes them
         self._process = process
         self._control = control
         self._init = init  # pidfd of process 1
@@ -55,23 +62,23 @@ class Machine:
         cls,
         command: Callable[[list[str], int], list[str]],
         name: str,
-        limits: Sequence[str],
+        options: Sequence[str],
         *,
-        user: int | None,
         log: Path,
         admit: Callable[[int], None],
     ) -> "Machine":
         """Start process 1. `command(arguments, info_fd)` is the line that builds namespaces around a Python
         interpreter with these arguments.
 
-        `admit(pid)` is called with its pid before any command can run. `log` takes what bubblewrap
-        says; its end becomes the message of the `SandboxError` when nothing starts.
+        `options` are those of `init.py`. `admit(pid)` is called with the pid of process 1 before any
+        command can run. `log` takes what bubblewrap says; its end becomes the message of the
+        `SandboxError` when nothing starts.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         info, info_writer = os.pipe2(os.O_CLOEXEC)
         program = _memory_file(_init_program())
         start = f"exec(open({program}).read())"  # keeps the text out of process lists
-        inner = ["-I", "-S", "-c", start, str(theirs.fileno()), name, *limits]
+        inner = ["-I", "-S", "-c", start, str(theirs.fileno()), name, *options]
         try:
             with log.open("wb") as sink:
                 process = subprocess.Popen(  # noqa: ASYNC220 (~2 ms; a thread's death would kill it)
@@ -81,9 +88,6 @@ class Machine:
                     stderr=sink,
                     cwd="/",
                     pass_fds=(theirs.fileno(), info_writer, program),
-                    user=user,
-                    group=user,
-                    extra_groups=None if user is None else [],
                 )
         except BaseException:
             ours.close()
@@ -97,13 +101,15 @@ class Machine:
         init = None
         try:
             async with asyncio.timeout(START_SECONDS):
-                ready = await asyncio.get_running_loop().sock_recv(ours, 64)
+                await _readable(ours.fileno())
+            ready, descriptors, _, _ = socket.recv_fds(ours, 64, 16)
+            listeners = [socket.socket(fileno=descriptor) for descriptor in descriptors]
             if ready != b"ready":
                 raise SandboxError(f"bubblewrap could not start the sandbox: {_tail(log)}")
             pid = json.loads(os.read(info, 65536))["child-pid"]
             init = os.pidfd_open(pid)
             admit(pid)
-            return cls(process, ours, init)
+            return cls(process, ours, init, listeners)
         except BaseException as error:
             ours.close()
             if init is not None:
@@ -311,19 +317,25 @@ def _memory_file(content: bytes) -> int:
 
 async def _ended(pid: int, timeout: float) -> bool:
     """Wait until our child `pid` has ended (it is not reaped). False when `timeout` (s) is over."""
-    loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
     descriptor = os.pidfd_open(pid)
-    loop.add_reader(descriptor, ended.set)
     try:
         async with asyncio.timeout(timeout):
-            await ended.wait()
+            await _readable(descriptor)
     except TimeoutError:
         return False
     finally:
-        loop.remove_reader(descriptor)
         os.close(descriptor)
     return True
+
+
+async def _readable(descriptor: int) -> None:
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(descriptor, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(descriptor)
 
 
 def _tail(log: Path) -> str:

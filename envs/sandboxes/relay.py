@@ -24,6 +24,8 @@ class Relay:
     def start(self) -> None:
         self._listener.setblocking(False)
         self._accepting = asyncio.get_running_loop().create_task(self._accept())
+        # Not before the loop has forgotten the descriptor: its number may be taken again at once.
+        self._accepting.add_done_callback(lambda _: self._listener.close())
 
     def close(self) -> None:
         """Stop listening and cut every connection. Safe to call twice."""
@@ -31,7 +33,6 @@ class Relay:
             self._accepting.cancel()
         for task in self._connections:
             task.cancel()
-        self._listener.close()
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
