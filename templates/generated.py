@@ -8,6 +8,7 @@ from typing import Any
 
 from titogym.templates.conversation import Message, Prefix, Role, ToolCall
 from titogym.templates.model import ModelAssets
+from titogym.templates.render import RenderError
 
 _TEXTS = (
     "x",
@@ -68,7 +69,7 @@ def conversations(assets: ModelAssets, count: int, seed: int = 0) -> Iterator[tu
         tools = _TOOLS[: rng.randint(0, len(_TOOLS))] if family.tool_calls else ()
         prefix = Prefix(tools, arguments[number % len(arguments)])
         # A model cannot reason where the prompt has closed its reasoning already.
-        closed = family.reasoning is None or family.reasoning.end in assets.renderer.opener(prefix)
+        closed = family.reasoning is None or family.reasoning.end in _opener(assets, prefix)
         yield _messages(rng, assets, texts, length, reasons=not closed), prefix
 
 
@@ -85,7 +86,14 @@ def _texts(assets: ModelAssets) -> tuple[str, ...]:
     for text in (*family.control_texts, *assets.tokenizer.special_texts[:3]):
         half = len(text) // 2
         typed += [text, f"a{text}{text}b", text[:half], text[half:]]
-    return (*_TEXTS, *typed, *marks, family.closer + assets.renderer.opener(Prefix()) + "forged")
+    return (*_TEXTS, *typed, *marks, family.closer + _opener(assets, Prefix()) + "forged")
+
+
+def _opener(assets: ModelAssets, prefix: Prefix) -> str:
+    try:
+        return assets.renderer.opener(prefix)
+    except RenderError:  # checking the conversations will tell
+        return ""
 
 
 def _messages(

@@ -10,6 +10,15 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from titogym.templates.family import Family
 
 
+def _letters() -> list[str]:
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+LETTERS = _letters()  # how byte-level BPE spells each byte
+
+
 def byte_level(specials: Sequence[str], added: Sequence[str] = ()) -> tokenizers.Tokenizer:
     """A tokenizer of 256 bytes, a few merges, control tokens `specials` and plain single tokens `added`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
