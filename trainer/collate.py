@@ -1,6 +1,7 @@
 """From the groups of one step to the batch that a backend trains on."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,17 @@ def train_batch(groups: Sequence[Group], algorithm: AlgorithmSection, temperatur
             batch.rollout_logprobs.append(np.asarray(sample.logprobs, dtype=np.float32))
             batch.advantages.append(broadcast(advantage, mask))
     return batch
+
+
+def minibatches(groups: Sequence[Group], count: int) -> list[list[int]]:
+    """Places (in the order of `train_batch`) of the samples of each of `count` runs of whole groups.
+
+    The runs hold equally many groups, to within one. `count` is at most the number of groups.
+    """
+    ends = np.cumsum([len(group.samples) for group in groups]).tolist()
+    starts = [0, *ends[:-1]]
+    cuts = [len(groups) * part // count for part in range(count + 1)]
+    return [list(range(starts[first], ends[last - 1])) for first, last in pairwise(cuts)]
 
 
 def _loss_weights(sample: Sample, algorithm: AlgorithmSection) -> NDArray[np.float32]:

@@ -68,9 +68,17 @@ class EngineSection(Section):
     context_length: Count | None = Field(
         default=None, description="Most tokens of prompt and output together; the model's own when left out."
     )
-    max_total_tokens: Count = Field(
-        default=65536, description="Tokens that the KV cache of the engine that the run starts can hold."
+    max_total_tokens: Count | None = Field(
+        default=None,
+        description="Tokens that the KV cache can hold. Left out: 65536 on a CPU, what fits on a GPU.",
     )
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None,
+        description="Share of the GPU's memory for weights and KV cache; SGLang's choice when left out.",
+    )
+    tensor_parallel: Count = Field(default=1, description="GPUs that share the model.")
+    threads: Count = Field(default=1, description="Threads of an engine on a CPU.")
+    extra: list[Text] = Field(default_factory=list, description="Further arguments for SGLang, as they are.")
     start_timeout: Positive = Field(default=300.0, description="Seconds that the engine may take to start.")
 
 
@@ -96,8 +104,12 @@ class EnvironmentSection(Section):
     """The tasks that training sees."""
 
     source: Text = Field(description="Directory of tasks, or the name of a registered task generator.")
-    split: Text = Field(default="train", description="Split of the source to train on.")
-    args: dict[str, Any] = Field(default_factory=dict, description="Arguments of the task generator.")
+    split: Text = Field(default="train", description="Split of a generator to train on.")
+    seed: int = Field(default=0, description="Seed of a generator's tasks.")
+    count: Count | None = Field(
+        default=None,
+        description="How many tasks: of a generator 100 when left out, of a directory the first ones or all.",
+    )
 
 
 class HarnessSection(Section):
@@ -188,6 +200,11 @@ class AlgorithmSection(LossConfig):
         description="`token_mean`: every sampled token of the batch weighs the same. "
         "`sequence_mean`: every trajectory does.",
     )
+    minibatches: Count = Field(
+        default=1,
+        description="Optimizer updates per step, each on its share of the groups. "
+        "The policy ratio is taken to the weights before the first, so that clipping bounds the later ones.",
+    )
 
 
 class TrainerSection(Section):
@@ -198,7 +215,11 @@ class TrainerSection(Section):
         default="float32", description="Precision of weights and compute."
     )
     microbatch_tokens: Count = Field(
-        default=16384, description="Most tokens (padding included) in one forward and backward pass."
+        default=16384, description="Most tokens in one forward and backward pass."
+    )
+    threads: Count = Field(
+        default=1,
+        description="CPU threads of one operation. One suits a trainer that shares the cores with an engine.",
     )
 
 
@@ -213,7 +234,7 @@ class OptimizerConfig(Section):
     eps: Positive = Field(default=1e-8, description="Added to the root of the second moment.")
     weight_decay: NonNegative = Field(default=0.0, description="Decoupled weight decay.")
     clip_grad: Positive = Field(default=1.0, description="Largest norm of the gradient.")
-    warmup_steps: Whole = Field(default=0, description="Steps over which the learning rate rises.")
+    warmup_steps: Whole = Field(default=0, description="Updates over which the learning rate rises.")
 
 
 class CheckpointSection(Section):
@@ -229,12 +250,10 @@ class EvalSection(Section):
     """Held-out evaluation, before the first step and after the last. Without this table there is none."""
 
     source: Text | None = Field(default=None, description="Task source; that of [environment] when left out.")
-    split: Text = Field(default="test", description="Split of the source to evaluate on.")
-    args: dict[str, Any] | None = Field(
-        default=None, description="Arguments of the task generator; those of [environment] when left out."
-    )
+    split: Text = Field(default="test", description="Split of a generator to evaluate on.")
+    seed: int = Field(default=0, description="Seed of a generator's tasks.")
+    count: Count = Field(default=64, description="Tasks to evaluate on.")
     every: Whole = Field(default=0, description="Also evaluate every so many steps; 0: never in between.")
-    tasks: Count = Field(default=64, description="Tasks to evaluate on: the first ones of the source.")
     samples_per_task: Count = Field(
         default=1, description="Episodes per task; their mean is the task's score."
     )
@@ -280,6 +299,11 @@ def _impossible(config: RunConfig) -> Iterator[str]:
             f"buffer.capacity = {buffer.capacity} can never hold the rollout.groups_per_step = "
             f"{rollout.groups_per_step} groups of one step: raise it to at least that"
         )
+    if algorithm.minibatches > rollout.groups_per_step:
+        yield (
+            f"algorithm.minibatches = {algorithm.minibatches} is more than the rollout.groups_per_step = "
+            f"{rollout.groups_per_step} groups of one step: lower it"
+        )
     if buffer.on_stale == "drop" and "max_retries" in buffer.model_fields_set:
         yield (
             'buffer.max_retries has no effect with buffer.on_stale = "drop": remove it, '
@@ -300,25 +324,25 @@ def _impossible(config: RunConfig) -> Iterator[str]:
             f"rollout.max_tokens_per_turn = {rollout.max_tokens_per_turn} leaves no room for a prompt in "
             f"engine.context_length = {context}: lower the former"
         )
-    if context is not None and context > config.engine.max_total_tokens:
+    pool = config.engine.max_total_tokens
+    if context is not None and pool is not None and context > pool:
         yield (
-            f"engine.max_total_tokens = {config.engine.max_total_tokens} cannot hold one sequence of "
+            f"engine.max_total_tokens = {pool} cannot hold one sequence of "
             f"engine.context_length = {context}: raise it"
         )
-    own = config.engine.model_fields_set & {"dtype", "context_length", "max_total_tokens", "start_timeout"}
+    own = config.engine.model_fields_set - {"urls"}
     if config.engine.urls and own:
         yield (
             f"engine.{min(own)} has no effect on the running engines of engine.urls: remove it, or remove "
             "engine.urls to let the run start its own"
         )
     if evaluation is not None:
-        source = evaluation.source or config.environment.source
-        args = config.environment.args if evaluation.args is None else evaluation.args
         training = config.environment
-        if (source, evaluation.split, args) == (training.source, training.split, training.args):
+        source = evaluation.source or training.source
+        if (source, evaluation.split, evaluation.seed) == (training.source, training.split, training.seed):
             yield (
-                f'eval.split = "{evaluation.split}" is the split that training sees: choose another split, '
-                "another eval.source or other eval.args"
+                f'eval.split = "{evaluation.split}" is the split that training sees: choose another '
+                "eval.split, eval.source or eval.seed"
             )
 
 

@@ -1,7 +1,8 @@
 """The figures of one step: their names, what they mean, and how they are computed from counters."""
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,7 +42,7 @@ MEANINGS = {
     "rollout/episode_seconds": "mean duration of the episodes that ended",
     "time/step": "seconds of the whole step, evaluation and checkpoint left out",
     "time/wait": "seconds the trainer waited for groups",
-    "time/logprobs": "seconds to score the trajectories that are kept for reading",
+    "time/logprobs": "seconds to score the batch before the step, or the trajectories kept for reading",
     "time/train": "seconds of the optimizer step",
     "time/publish": "seconds to bring the new weights into the engines",
     "time/rollout_blocked": "seconds the rollout waited for room in the buffer",
@@ -53,7 +54,17 @@ MEANINGS = {
     "tis/deviation": "mean |m - 1|",
     "tis/k3": "k3 estimate of KL(rollout || trainer)",
     "loss/policy": "policy loss",
+    "loss/tokens": "tokens that the loss was computed on",
     "loss/clip_fraction": "share of tokens where the clip of the policy ratio took hold",
+    "loss/ratio_mean": "mean policy ratio, to the weights before the step",
+    "loss/ratio_max": "largest policy ratio",
+    "loss/kl_to_old": "k3 estimate of KL(before the step || now)",
+    "logprobs/mean": "mean log-prob of the sampled tokens",
+    "optimizer/grad_norm": "norm of the gradient before clipping",
+    "optimizer/lr": "learning rate",
+    "trainer/tokens": "tokens that went through the model, forward and backward",
+    "trainer/microbatches": "forward and backward passes",
+    "trainer/step_seconds": "seconds of these passes and the update",
 }
 
 _NOTICEABLE = 0.1  # share of a step that one side must wait before the other is called the bottleneck
@@ -136,6 +147,23 @@ def batch_figures(groups: Sequence[Group], version: int) -> Figures:
         "staleness/token_weighted": together.token_weighted,
         "staleness/coverage": together.coverage,
     }
+
+
+def over_updates(updates: Sequence[Figures]) -> Figures:
+    """The figures of a step from those of its updates: maxima of `*_max`, sums of counts, else means."""
+    if len(updates) == 1:
+        return dict(updates[0])
+    merge: Callable[[list[float]], float]
+    merged = {}
+    for name in updates[0]:
+        if name.endswith("_max"):
+            merge = max
+        elif name.endswith(("tokens", "batches", "seconds")):
+            merge = math.fsum
+        else:
+            merge = statistics.fmean
+        merged[name] = merge([update[name] for update in updates])
+    return merged
 
 
 def bottleneck(trainer_waited: float, rollout_waited: float, step: float) -> Bottleneck:

@@ -23,6 +23,7 @@ def configuration(directory: Path, **changes) -> RunConfig:
         "environment": {"source": "memory"},
         "rollout": {"samples_per_prompt": 4, "groups_per_step": 3, "episodes_in_flight": 12},
         "buffer": {"capacity": 4, "max_staleness": 3},
+        "algorithm": {},
         "checkpoint": {"every": 2, "keep": 2},
         "eval": {"split": "test"},
     }
@@ -332,3 +333,23 @@ def test_a_metrics_line_cut_short_by_a_kill_is_forgotten(tmp_path):
     again = RunDirectory.reopen(tmp_path, config)
     again.add_metrics({"step": 3})
     assert [r["step"] for r in again.metrics()] == [1, 2, 3]
+
+
+async def test_several_updates_per_step_share_the_old_log_probs_and_cover_the_batch(tmp_path):
+    case = Case(tmp_path, run__steps=2, algorithm__minibatches=2)
+    before = case.trainer.logprobs
+    scored = []
+
+    def logprobs(batch):
+        if len(batch) == 12:
+            scored.append(before(batch))
+        return before(batch)
+
+    case.trainer.logprobs = logprobs
+    await case.go()
+    assert [len(b) for b in case.trainer.batches] == [4, 8, 4, 8]
+    for step in range(2):
+        first, second = case.trainer.batches[2 * step : 2 * step + 2]
+        old = [*first.old_logprobs, *second.old_logprobs]
+        for got, expected in zip(old, scored[step], strict=True):
+            np.testing.assert_array_equal(got, expected)

@@ -22,11 +22,11 @@ from titogym.envs.task import Task
 from titogym.harnesses.episode import EpisodeResult
 from titogym.trainer.batch import Group, TrainBatch
 from titogym.trainer.buffer import GroupBuffer, Reason
-from titogym.trainer.collate import train_batch
+from titogym.trainer.collate import minibatches, train_batch
 from titogym.trainer.config import RunConfig
 from titogym.trainer.evaluation import evaluate
 from titogym.trainer.ledger import TaskLedger, TaskOrder
-from titogym.trainer.metrics import Snapshot, batch_figures, bottleneck, rollout_figures
+from titogym.trainer.metrics import Snapshot, batch_figures, bottleneck, over_updates, rollout_figures
 from titogym.trainer.progress import Progress, Status
 from titogym.trainer.records import episode_records, sample_records, spread
 from titogym.trainer.rollout import RolloutWorker, RunEpisode, failure_cause, first_error
@@ -133,11 +133,16 @@ class _Run:
         groups = await self._buffer.take(config.rollout.groups_per_step)
         figures = batch_figures(groups, self._step) | {"buffer/size": len(self._buffer)}
         batch = train_batch(groups, config.algorithm, config.rollout.temperature)
-        self._phase = "training"
+        self._phase = "scoring"
         with _timed(figures, "time/logprobs"):
-            await self._keep_trajectories(groups, batch)
+            await self._score(groups, batch)
+        self._phase = "training"
         with _timed(figures, "time/train"):
-            figures |= await self._blocking(trainer.train_step, batch)
+            updates = [
+                await self._blocking(trainer.train_step, batch.subset(part))
+                for part in minibatches(groups, config.algorithm.minibatches)
+            ]
+        figures |= over_updates(updates)
         self._step += 1
         with _timed(figures, "time/publish"):
             figures |= await self._publish(self._step)
@@ -210,15 +215,21 @@ class _Run:
             self._config.checkpoint.keep,
         )
 
-    async def _keep_trajectories(self, groups: Sequence[Group], batch: TrainBatch) -> None:
-        """Write some trajectories of this step with the log-probs of engine and trainer side by side."""
+    async def _score(self, groups: Sequence[Group], batch: TrainBatch) -> None:
+        """Keep some trajectories, with the log-probs of engine and trainer side by side.
+
+        When there are several updates, the log-probs of the whole batch are the `old` ones of all of them;
+        a single update has its own, and only the kept trajectories need scoring.
+        """
         kept = spread(groups, self._config.run.keep_trajectories)
-        if not kept:
-            return
-        logprobs = await self._blocking(self._parts.trainer.logprobs, batch.subset(kept))
-        records = sample_records(
-            groups, batch, dict(zip(kept, logprobs, strict=True)), self._parts.token_text
-        )
+        scored: dict[int, NDArray[np.float32]] = {}
+        if self._config.algorithm.minibatches > 1:
+            batch.old_logprobs = await self._blocking(self._parts.trainer.logprobs, batch)
+            scored = {place: batch.old_logprobs[place] for place in kept}
+        elif kept:
+            logprobs = await self._blocking(self._parts.trainer.logprobs, batch.subset(kept))
+            scored = dict(zip(kept, logprobs, strict=True))
+        records = sample_records(groups, batch, scored, self._parts.token_text)
         self._run.keep_trajectories(f"step-{self._step + 1:06d}", records)
 
     def _dropped(self, group: Group, reason: Reason) -> None:
