@@ -258,6 +258,7 @@ def describe(assets: ModelAssets, report: Report) -> str:
     what = "its own chat template" if assets.renderer.published else f"template {assets.family.template}"
     lines = [
         f"{assets.model_dir}: family {assets.family.name}, {what}, {assets.tokenizer.vocab_size} tokens",
+        *([f"evidence: {assets.family.evidence}"] if assets.family.evidence else []),
         f"{report.conversations} conversations checked",
         *(
             f"  {report.made[check]:6} x {check:18} {promise}"

@@ -51,6 +51,8 @@ def test_quickstart_is_short():
         "<|im_start|>tool\n2<|im_end|>\n<|im_start|>tool\na\nb<|im_end|>\n"
         "<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n"
     )
+    bare = {"type": "function", "function": {"name": "finish", "parameters": {"type": "object"}}}
+    assert "tools: finish()<|im_end|>" in render(QUICKSTART, CONVERSATION[1:2], Prefix((bare,)))
     assert render(QUICKSTART, [Message("user", "x")], Prefix()) == (
         "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
     )
