@@ -77,6 +77,8 @@ def engine_command(options: EngineOptions, python: Path) -> tuple[list[str], dic
             "SGLANG_USE_CPU_ENGINE": "1",
             "PYTHONPATH": str(_CPU_SHIM),
             "OMP_NUM_THREADS": str(options.threads),
+            # Threads that spin at a barrier starve each other where trainer and engine share cores.
+            "OMP_WAIT_POLICY": "PASSIVE",
         }
     command = [str(python), "-m", "sglang.launch_server"]
     for name, value in arguments.items():
