@@ -145,9 +145,14 @@ class Gateway:
         path = request.query_params.get("picker")
         try:
             picker = load(path, "picker") if path else unsuperseded
-            return Json({"trajectories": cut(session.id, session.tree, picker)})
+            found = cut(session.id, session.tree, picker)
         except UserError as error:
             raise RequestError(str(error), param="picker") from error
+        answer: dict[str, Any] = {"trajectories": found}
+        if request.query_params.get("texts"):
+            decode = self._assets.tokenizer.decode
+            answer["texts"] = [[decode([token]) for token in trajectory.tokens] for trajectory in found]
+        return Json(answer)
 
     async def delete(self, request: Request) -> Response:
         self._store.delete(request.path_params["id"])

@@ -59,6 +59,14 @@ class GatewayClient:
         answer = await self._call("GET", f"/sessions/{session_id}/trajectories", query=query)
         return [_trajectory(item) for item in answer["trajectories"]]
 
+    async def token_texts(self, session_id: str) -> list[tuple[Trajectory, list[str]]]:
+        """Trajectories with the text of each of their tokens."""
+        answer = await self._call("GET", f"/sessions/{session_id}/trajectories", query={"texts": "1"})
+        return [
+            (_trajectory(item), texts)
+            for item, texts in zip(answer["trajectories"], answer["texts"], strict=True)
+        ]
+
     async def delete(self, session_id: str) -> None:
         await self._call("DELETE", f"/sessions/{session_id}")
 

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from titogym.gateway.engines.base import Engine, EngineError
-from titogym.gateway.errors import RequestError
+from titogym.gateway.engines.base import Engine
 
 
 class StickyRouter:
@@ -20,15 +19,7 @@ class StickyRouter:
 
     async def context_length(self) -> int:
         if self._context_length is None:
-            try:
-                lengths = [(await engine.info()).context_length for engine in self.engines]
-            except EngineError as error:
-                raise RequestError(
-                    f"The engine does not answer: {error}",
-                    status=503,
-                    code="engine_unavailable",
-                    retry_after=1,
-                ) from error
+            lengths = [(await engine.info()).context_length for engine in self.engines]
             self._context_length = min([*lengths, *([self._limit] if self._limit else [])])
         return self._context_length
 

@@ -56,7 +56,9 @@ class Journal:
         try:
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect("" if path is None else path, isolation_level=None, check_same_thread=False)
+            self._db = sqlite3.connect(
+                "" if path is None else path, isolation_level=None, check_same_thread=False
+            )
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.execute("PRAGMA busy_timeout=5000")

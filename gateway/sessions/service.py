@@ -12,7 +12,14 @@ from contextlib import aclosing, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
-from titogym.gateway.engines.base import ContextLengthError, Engine, EngineError, Finish, SamplingParams
+from titogym.gateway.engines.base import (
+    ContextLengthError,
+    Engine,
+    EngineError,
+    Finish,
+    NoEngineError,
+    SamplingParams,
+)
 from titogym.gateway.errors import RequestError, context_exceeded
 from titogym.gateway.sessions.policies import Placement
 from titogym.gateway.sessions.session import Session
@@ -41,11 +48,11 @@ class Router(Protocol):
     """Knows the engines."""
 
     async def choose(self, session_id: str) -> Engine:
-        """The engine for a session's next turn. Raises `RequestError` (503) when there is none."""
+        """The engine for a session's next turn. Raises `EngineError` when there is none."""
         ...
 
     async def context_length(self) -> int:
-        """Tokens of prompt and output that every engine takes. Raises `RequestError` (503)."""
+        """Tokens of prompt and output that every engine takes. Raises `EngineError`."""
         ...
 
 
@@ -87,7 +94,10 @@ class TurnService:
 
     async def _plan(self, session: Session, request: TurnRequest) -> _Plan:
         """Everything about the turn that can be known, and refused, ahead of sampling."""
-        context_length = await self._router.context_length()
+        try:
+            context_length = await self._router.context_length()
+        except EngineError as error:
+            raise _engine_failure(error) from error
         lookup = session.tree.find(request.prefix, request.messages)
         placement = session.policy(session.tree, lookup)
         parent = placement.parent
@@ -123,7 +133,10 @@ class TurnService:
     async def _sample(
         self, session: Session, request: TurnRequest, plan: _Plan, started: float
     ) -> AsyncGenerator[Delta | Committed]:
-        engine = await self._router.choose(session.id)
+        try:
+            engine = await self._router.choose(session.id)
+        except EngineError as error:
+            raise _engine_failure(error) from error
         parser = AnswerParser(
             self._assets.family,
             self._assets.tokenizer,
@@ -230,4 +243,7 @@ def _engine_failure(error: EngineError) -> RequestError:
         return context_exceeded(str(error))
     if error.status is not None and 400 <= error.status < 500:
         return RequestError(f"The engine refused the request: {error}", code="engine_refused")
-    return RequestError(f"The engine failed: {error}", status=503, code="engine_unavailable", retry_after=1)
+    retry_after = error.retry_after if isinstance(error, NoEngineError) else 1.0
+    return RequestError(
+        f"The engine failed: {error}", status=503, code="engine_unavailable", retry_after=retry_after
+    )

@@ -1,5 +1,6 @@
 """`titogym serve`: the gateway in this process."""
 
+import socket
 from pathlib import Path
 from typing import Annotated
 
@@ -41,6 +42,8 @@ def command(
 
     from titogym.gateway.app import create_app
 
+    listener = _listen(host, port)
+    port = listener.getsockname()[1]
     try:
         settings = GatewaySettings(
             engines=tuple(engine),
@@ -58,11 +61,20 @@ def command(
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise UserError(f"{'.'.join(map(str, first['loc']))} {first['msg']}".strip()) from None
-    uvicorn.run(
-        create_app(settings),
-        host=settings.host,
-        port=settings.port,
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=3,
+    config = uvicorn.Config(
+        create_app(settings), log_level="warning", access_log=False, timeout_graceful_shutdown=3
     )
+    typer.echo(f"Gateway at http://{host}:{port}, sessions in {settings.journal}")
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        raise UserError(
+            f"Cannot listen on {host}:{port}: {error.strerror}; choose another --port."
+        ) from error
+    return listener

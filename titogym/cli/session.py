@@ -1,5 +1,135 @@
+"""`titogym session`: look at the sessions of a running gateway."""
+
+import asyncio
+import json
+import math
+from collections.abc import Awaitable, Callable
+from datetime import datetime
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
 from titogym.errors import UserError
+from titogym.gateway.client import GatewayClient, GatewayError
+from titogym.gateway.trajectories import Trajectory
+
+command = typer.Typer(
+    help="List, inspect and delete the sessions of a running gateway.", no_args_is_help=True
+)
+
+Url = Annotated[str, typer.Option("--gateway", envvar="TITOGYM_GATEWAY", help="URL of the gateway.")]
+Key = Annotated[str | None, typer.Option(envvar="TITOGYM_ADMIN_KEY", help="Its admin key.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_LOCAL = "http://127.0.0.1:8080"
 
 
-def command() -> None:
-    raise UserError("not built yet")
+@command.command("list")
+def list_(gateway: Url = _LOCAL, admin_key: Key = None, as_json: AsJson = False) -> None:
+    """Show every session."""
+    sessions = _ask(gateway, admin_key, lambda client: client.sessions())
+    if as_json:
+        typer.echo(json.dumps(sessions, indent=2))
+        return
+    table = Table("session", "turns", "matcher", "policy", "last used", "labels")
+    for session in sessions:
+        used = datetime.fromtimestamp(session["touched"]).isoformat(" ", "seconds")
+        labels = " ".join(f"{name}={value}" for name, value in session["labels"].items())
+        table.add_row(
+            session["id"], str(session["turns"]), session["matcher"], session["policy"], used, labels
+        )
+    Console().print(table)
+
+
+@command.command()
+def inspect(
+    session: Annotated[str, typer.Argument(help="The session's id.")],
+    tokens: Annotated[bool, typer.Option(help="Show each trajectory token by token.")] = False,
+    gateway: Url = _LOCAL,
+    admin_key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a session's tree, its diagnostics, and where its rows differ from a fresh rendering."""
+    report = _ask(gateway, admin_key, lambda client: client.inspect(session))
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+        return
+    console = Console()
+    console.print(_tree(report))
+    _print_diagnostics(console, report)
+    if tokens:
+        for trajectory, texts in _ask(gateway, admin_key, lambda client: client.token_texts(session)):
+            console.rule(f"trajectory to turn {trajectory.leaf}: {len(texts)} tokens")
+            console.print(token_view(trajectory, texts))
+
+
+@command.command()
+def delete(
+    session: Annotated[str, typer.Argument(help="The session's id.")],
+    gateway: Url = _LOCAL,
+    admin_key: Key = None,
+) -> None:
+    """Delete a session; its turns in flight are aborted."""
+    _ask(gateway, admin_key, lambda client: client.delete(session))
+
+
+def token_view(trajectory: Trajectory, texts: list[str]) -> Text:
+    """A trajectory for the terminal: prompt tokens dim, sampled ones from green (sure) to red."""
+    view = Text()
+    for text, loss, logprob in zip(texts, trajectory.loss_mask, trajectory.logprobs, strict=True):
+        shown = text if text == "\n" else text.replace("\n", "⏎\n")
+        view.append(shown, _colour(logprob) if loss else "dim")
+    return view
+
+
+def _colour(logprob: float) -> str:
+    probability = math.exp(min(logprob, 0.0))
+    return f"black on rgb({int(255 - 120 * probability)},{int(120 + 135 * probability)},120)"
+
+
+def _tree(report: dict[str, Any]) -> Tree:
+    root = Tree(Text(f"{report['id']}  {report['turns']} turns, {report['sampled_tokens']} sampled tokens"))
+    branches: dict[int | None, Tree] = {None: root}
+    for node in report["tree"]:
+        line = (
+            f"turn {node['id']}: +{node['prompt_tokens']} prompt, +{node['output_tokens']} sampled"
+            f"{', superseded' if node['superseded'] else ''}, {node['finish']}, "
+            f"version {' '.join(node['versions'])}"
+        )
+        said = " ".join(
+            [node["content"].replace("\n", " ")[:60], *(f"[{name}]" for name in node["tool_calls"])]
+        )
+        branches[node["id"]] = branches[node["parent"]].add(Text.assemble(line, "  ", (said, "italic")))
+    return root
+
+
+def _print_diagnostics(console: Console, report: dict[str, Any]) -> None:
+    diagnostics = report["diagnostics"]
+    for name, reason in diagnostics["ignored"].items():
+        console.print(Text(f"ignored {name}: {reason}"))
+    for name, count in diagnostics["rewritten"].items():
+        console.print(Text(f"the harness rewrote {name} of {count} answers"))
+    if report["last_error"]:
+        console.print(Text(f"last error: {report['last_error']['message']}", "red"))
+    if not diagnostics["mismatches"]:
+        console.print("tito_session_mismatch: none")
+        return
+    table = Table("type", "message", "row", "rendered again", "probable cause", title="tito_session_mismatch")
+    for item in diagnostics["mismatches"]:
+        sides = (Text(repr(item[side])[:80]) for side in ("row_text", "rendered_text"))
+        table.add_row(item["type"], str(item["message"]), *sides, Text(item["cause"]))
+    console.print(table)
+
+
+def _ask(url: str, key: str | None, question: Callable[[GatewayClient], Awaitable[Any]]) -> Any:
+    async def run() -> Any:
+        async with GatewayClient(url, key) as client:
+            return await question(client)
+
+    try:
+        return asyncio.run(run())
+    except GatewayError as error:
+        raise UserError(str(error)) from None

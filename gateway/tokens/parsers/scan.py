@@ -13,7 +13,7 @@ def overlap(text: str, marker: str) -> int:
 
 
 class StopStrings:
-    """Passes text on up to the first stop string, holding back what may be the beginning of one."""
+    """Passes text on up to the stop string that is complete first, holding back what may begin one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
@@ -26,10 +26,10 @@ class StopStrings:
         if self._stopped:
             return ""
         text = self._held + text
-        found = [at for at in map(text.find, self._stops) if at >= 0]
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self._stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(found)[1]]
         keep = len(text) - max(overlap(text, stop) for stop in self._stops)
         self._held = text[keep:]
         return text[:keep]

@@ -1,0 +1,172 @@
+"""Sessions on disk."""
+
+import sqlite3
+
+import pytest
+
+from tests.gateway.forest import answer, turn, user
+from titogym.errors import UserError
+from titogym.gateway.errors import RequestError
+from titogym.gateway.sessions.journal import Journal
+from titogym.gateway.sessions.spec import SessionSpec, parse_spec
+from titogym.gateway.sessions.store import SessionStore
+from titogym.gateway.sessions.tree import Node, conversation, row
+from titogym.gateway.trajectories import cut
+from titogym.templates.conversation import Message, Prefix, ToolCall
+
+
+def open_store(path, max_sessions=10, ttl=1000.0, idle=1000.0) -> SessionStore:
+    return SessionStore(Journal(path), max_sessions=max_sessions, ttl=ttl, idle=idle)
+
+
+def commit(store: SessionStore, session, messages, reply, replays=(), **tokens) -> Node:
+    """As the service does: the journal first."""
+    placement = session.policy(session.tree, session.tree.find(PREFIX, messages))
+    parent, old = placement.parent, placement.supersedes
+    new = tuple(messages[parent.depth if parent else 0 :])
+    made = turn(type(session.tree)(session.tree.matcher), [user("made")], answer(""), **tokens).generation
+    node = session.tree.draft(parent, PREFIX, new, reply, made, old.id if old else None)
+    store.commit(session, node, list(replays))
+    session.tree.append(node)
+    for earlier, message in replays:
+        earlier.replayed = message
+    return node
+
+
+PREFIX = Prefix(
+    tools=({"type": "function", "function": {"name": "bash"}},), kwargs={"enable_thinking": False}
+)
+CALLS = Message("assistant", "é🎉", "hm", (ToolCall("call_1", "bash", "{broken"),))
+
+
+def described(session) -> list:
+    return [
+        (
+            (
+                node.id,
+                node.parent and node.parent.id,
+                node.prefix,
+                node.messages,
+                node.answer,
+                node.generation,
+            ),
+            (node.supersedes, node.replayed, node.end_hash, node.request_hash, node.depth, node.length),
+            (node.children, row(node).tolist(), conversation(node)),
+        )
+        for node in session.tree.nodes
+    ]
+
+
+def test_a_restart_finds_every_session_as_committed(tmp_path):
+    path = tmp_path / "deep" / "journal.sqlite"
+    store = open_store(path)
+    spec = SessionSpec(
+        matcher="call_id", policy="branching", labels={"run": "r1"}, sampling={"temperature": 0.5}
+    )
+    session = store.create(spec)
+    other = store.create(SessionSpec())
+    ask, result = user("1"), Message("tool", "out", tool_call_id="call_1", name="bash")
+    first = commit(store, session, [ask], CALLS, prompt=(1, 2), output=(3, 4), routes=b"\x00\xff")
+    sent = Message("assistant", "é🎉", "", CALLS.tool_calls)
+    commit(store, session, [ask, CALLS, result], answer("b"), [(first, sent)], trim=1, finish="length")
+    commit(store, session, [ask, CALLS, result], answer("c"))
+    session.diagnostics.ignored["store"] = "why not"
+    store.note(session)
+    # no close: as after kill -9
+    again = open_store(path)
+    assert len(again) == 2
+    restored = again.get(session.id)
+    assert restored is not session
+    assert restored.spec == spec
+    assert restored.diagnostics == session.diagnostics
+    assert described(restored) == described(session)
+    assert restored.tree.superseded == session.tree.superseded == {1}
+    assert cut("s", restored.tree) == cut("s", session.tree)
+    assert again.get(other.id).tree.nodes == []
+    assert [record.turns for record in sorted(again.records(), key=lambda r: -r.turns)] == [3, 0]
+
+
+def test_idle_sessions_leave_memory_and_come_back(tmp_path):
+    store = open_store(None, idle=0.0)
+    session = store.create(SessionSpec())
+    commit(store, session, [user("1")], answer("a"))
+    session.diagnostics.aborted = 3
+    session.touched -= 1
+    store.sweep()
+    assert store.in_memory == []
+    back = store.get(session.id)
+    assert back is not session
+    assert described(back) == described(session)
+    assert back.diagnostics.aborted == 3
+
+
+def test_sessions_in_use_stay(tmp_path):
+    store = open_store(tmp_path / "j", ttl=0.001, idle=0.0)
+    session = store.create(SessionSpec())
+    session.tasks.add(None)  # type: ignore[arg-type]
+    session.touched -= 100
+    store.sweep()
+    assert store.in_memory == [session]
+
+
+def test_unused_sessions_are_deleted_after_their_time_to_live(tmp_path):
+    store = open_store(tmp_path / "j", ttl=50.0)
+    brief, long = store.create(SessionSpec(ttl_seconds=5.0)), store.create(SessionSpec())
+    for session in (brief, long):
+        session.touched -= 10
+    store.sweep()
+    with pytest.raises(RequestError, match="no such session"):
+        store.get(brief.id)
+    assert store.get(long.id) is long
+    assert [record.id for record in open_store(tmp_path / "j").records()] == [long.id]
+
+
+def test_full_gateway_refuses_another_session_until_one_goes():
+    store = open_store(None, max_sessions=1)
+    first = store.create(SessionSpec())
+    with pytest.raises(RequestError, match="maximum of 1 sessions") as refused:
+        store.create(SessionSpec())
+    assert (refused.value.status, refused.value.retry_after) == (429, 5)
+    store.delete(first.id)
+    store.create(SessionSpec())
+
+
+def test_deleted_sessions_leave_nothing_on_disk(tmp_path):
+    store = open_store(tmp_path / "j")
+    session = store.create(SessionSpec())
+    commit(store, session, [user("1")], answer("a"))
+    store.delete(session.id)
+    counts = sqlite3.connect(tmp_path / "j").execute(
+        "SELECT (SELECT count(*) FROM nodes), (SELECT count(*) FROM sessions)"
+    )
+    assert counts.fetchone() == (0, 0)
+    with pytest.raises(RequestError, match="no such session"):
+        store.delete(session.id)
+
+
+def test_journal_that_cannot_be_opened_is_the_users_to_mend(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="Choose another path"):
+        Journal(tmp_path / "file" / "j.sqlite")
+    (tmp_path / "text").write_text("no database, only text " * 100)
+    with pytest.raises(UserError, match="Choose another path"):
+        Journal(tmp_path / "text")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"matcher": "exact"}, "matcher"),
+        ({"policy": "tree"}, "policy"),
+        ({"sampling": {"temprature": 1}}, "sampling.temprature"),
+        ({"sampling": {"temperature": -1}}, "sampling.temperature"),
+        ({"limits": {"turns": 0}}, "limits.turns"),
+        ({"color": "red"}, "color"),
+        ([], None),
+    ],
+)
+def test_wrong_session_options_are_refused_by_name(body, param):
+    with pytest.raises(RequestError) as refused:
+        parse_spec(body)
+    assert refused.value.param == param
+    assert refused.value.status == 400
