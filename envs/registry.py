@@ -1,11 +1,11 @@
 """Finds environments and tasks by name: built in, from entry points, or by dotted path."""
 
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from titogym import dotted
 from titogym.envs.environment import Environment
 from titogym.envs.task import Task
 from titogym.envs.terminal_bench import is_task_directory, load_task
@@ -64,16 +64,11 @@ def task_directories(path: Path) -> list[Path]:
 
 
 def _find(name: str, known: Mapping[str, str], kind: str) -> Any:
-    target = known.get(name, name)
-    module, colon, attribute = target.partition(":")
-    if not colon:
+    if name not in known and ":" not in name and "." not in name:
         raise UserError(
-            f"There is no {kind} {name!r}: choose one of {', '.join(sorted(known))}, or 'module:name'."
+            f"There is no {kind} {name!r}: choose one of {', '.join(sorted(known))}, or a dotted path."
         )
-    try:
-        return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"Cannot load the {kind} {name!r} from {target!r}: {error}.") from None
+    return dotted.load(known.get(name, name), kind)
 
 
 def _installed(group: str) -> dict[str, str]:

@@ -11,10 +11,12 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
+from titogym.envs.sandboxes.base import SandboxError
 from titogym.envs.task import Limits
 from titogym.errors import UserError
 
@@ -24,32 +26,10 @@ _MERGED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 SYSTEM_ENTRIES = frozenset(_MERGED) | {"usr", "nix", "etc", "proc", "dev", "sys", "run"}
 SYSTEM_ENTRIES |= {"tests", "solution", "logs"}
 _ETC_DIRECTORIES = (
-    *(
-        "dev",
-        "etc",
-        "home",
-        "logs/agent",
-        "logs/artifacts",
-        "logs/verifier",
-        "mnt",
-        "opt",
-        "proc",
-        "root",
-        "run",
-    ),
-    *("srv", "usr", "var/log", "var/tmp"),
+    *("dev", "etc", "home", "logs", "logs/agent", "logs/verifier", "mnt", "opt", "proc", "root", "run"),
+    *("srv", "tmp", "usr", "var", "var/log", "var/tmp"),
 )
-_ETC_FILES = (
-    "ld.so.cache",
-    "localtime",
-    "mime.types",
-    "os-release",
-    "debian_version",
-    "protocols",
-    "services",
-    "shells",
-    "timezone",
-)
+_ETC_FILES = ("ld.so.cache", "localtime", "mime.types", "os-release", "services")
 _ETC_TEXTS = {
     "passwd": "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
     "group": "root:x:0:\nnogroup:x:65534:\n",
@@ -58,20 +38,8 @@ _ETC_TEXTS = {
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
 }
 _DIRECTORIES = (
-    *(
-        "dev",
-        "etc",
-        "home",
-        "logs/agent",
-        "logs/artifacts",
-        "logs/verifier",
-        "mnt",
-        "opt",
-        "proc",
-        "root",
-        "run",
-    ),
-    *("srv", "usr", "var/log", "var/tmp"),
+    *("dev", "etc", "home", "logs", "logs/agent", "logs/verifier", "mnt", "opt", "proc", "root", "run"),
+    *("srv", "tmp", "usr", "var", "var/log", "var/tmp"),
 )
 _MIB = 1 << 20
 
@@ -111,26 +79,45 @@ def host() -> Host:
 def make_root(root: Path, *, workdir: str, network: bool, user: int | None) -> None:
     """Lay out a fresh root directory: empty but for what programs expect of a system.
 
-    Everything in it belongs to `user`, where one is given.
+    Everything in it belongs to `user`, where one is given. Raises `SandboxError` for a work directory that
+    is none.
     """
-    for name in _DIRECTORIES:
-        (root / name).mkdir(parents=True)
-    for name in _MERGED:
-        source = Path("/", name)
-        if source.is_symlink():
-            (root / name).symlink_to(os.readlink(source))
-    for name, text in _ETC_TEXTS.items():
-        (root / "etc" / name).write_text(text)
-    for name in (*_ETC_FILES, *(["resolv.conf"] if network else [])):
-        source = Path("/etc", name)
-        if source.exists():
-            (root / "etc" / name).write_bytes(source.read_bytes())
-    (root / "tmp").mkdir()
-    (root / workdir.lstrip("/")).mkdir(parents=True, exist_ok=True)
+    parts = PurePosixPath(workdir).parts
+    if parts[:1] != ("/",) or ".." in parts or (len(parts) > 1 and parts[1] in SYSTEM_ENTRIES):
+        raise SandboxError(
+            f"{workdir!r} cannot be a work directory: give an absolute path outside the system."
+        )
+    made = [str(root)]
+    os.mkdir(root)
+    nested = ("/".join(parts[1:end]) for end in range(2, len(parts) + 1))
+    for name in dict.fromkeys((*_DIRECTORIES, *nested)):
+        os.mkdir(f"{root}/{name}")
+        made.append(f"{root}/{name}")
+    for name, target in _merged_links().items():
+        os.symlink(target, f"{root}/{name}")
+        made.append(f"{root}/{name}")
+    for name, content in _etc_files(network).items():
+        path = f"{root}/etc/{name}"
+        with open(path, "xb", 0) as file:
+            file.write(content)
+        made.append(path)
     if user is not None:
-        for directory, _, files in os.walk(root):
-            for path in (directory, *(os.path.join(directory, name) for name in files)):
-                os.chown(path, user, user, follow_symlinks=False)
+        for path in made:
+            os.lchown(path, user, user)
+
+
+@cache
+def _merged_links() -> dict[str, str]:
+    return {name: os.readlink(f"/{name}") for name in _MERGED if os.path.islink(f"/{name}")}
+
+
+@cache
+def _etc_files(network: bool) -> dict[str, bytes]:
+    files = {name: text.encode() for name, text in _ETC_TEXTS.items()}
+    for name in (*_ETC_FILES, *(["resolv.conf"] if network else [])):
+        with suppress(OSError):
+            files[name] = Path("/etc", name).read_bytes()
+    return files
 
 
 def command(
@@ -154,7 +141,7 @@ def command(
     line += ["--die-with-parent", "--new-session", "--as-pid-1", "--clearenv"]
     line += ["--bind", str(root), "/", "--ro-bind", "/usr", "/usr", "--ro-bind-try", "/nix", "/nix"]
     for name in _MERGED:
-        if not Path("/", name).is_symlink():
+        if name not in _merged_links():
             line += ["--ro-bind-try", f"/{name}", f"/{name}"]
     for name in _ETC_DIRECTORIES:
         line += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]

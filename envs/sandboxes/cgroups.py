@@ -51,10 +51,10 @@ class Cgroup:
         if not self.limits_memory:
             return 0
         name = "memory.oom_control" if self.version == 1 else "memory.events"
-        with suppress(OSError):
-            for line in (self.directories["memory"] / name).read_text().splitlines():
-                key, _, value = line.partition(" ")
-                if key == "oom_kill":
+        with suppress(OSError), open(self.directories["memory"] / name, "rb", 0) as file:
+            for line in file.read().splitlines():
+                key, _, value = line.partition(b" ")
+                if key == b"oom_kill":
                     return int(value)
         return 0
 

@@ -17,16 +17,17 @@ import shutil
 import stat
 import subprocess
 import tarfile
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from titogym.envs.sandboxes import bubblewrap, cgroups, owners, reaper
 from titogym.envs.sandboxes.base import ExecResult, SandboxError, SandboxSpec
-from titogym.envs.sandboxes.machine import Machine
+from titogym.envs.sandboxes.machine import Machine, Outcome
 from titogym.envs.sandboxes.relay import Relay
+from titogym.envs.sandboxes.storage import StorageWatch
 from titogym.errors import UserError
 from titogym.venvs import home
 
@@ -51,6 +52,7 @@ class LocalBackend:
         self.root = root or default_root()
         self.labels = dict(labels or {})
         self.hierarchies: tuple[cgroups.Hierarchy, ...] = ()
+        self.storage = StorageWatch(self.root)
         self._prepared: asyncio.Task[None] | None = None
 
     async def create(self, spec: SandboxSpec) -> "LocalSandbox":
@@ -106,13 +108,17 @@ class LocalSandbox:
         self._user = _FIRST_USER + secrets.randbelow(_USERS) if _user_of_its_own() else None
         self._group: cgroups.Cgroup | None = None
         self._oom_kills = 0
+        self.storage_mb = spec.limits.storage_mb
+        self.storage_root = self._root
+        self._full = False
         self._machine: Machine | None = None
         self._relays: list[Relay] = []
         self._starting = asyncio.Lock()
         self._destroyed = False
 
     async def start(self, read_only: Mapping[str, Path | Mapping[str, str]] | None = None) -> None:
-        self._lay_out(read_only or {})
+        await asyncio.to_thread(self._lay_out, read_only or {})
+        self._backend.storage.add(self)
         await self._running()
 
     async def exec(
@@ -126,9 +132,8 @@ class LocalSandbox:
         max_output: int = 1 << 20,
     ) -> ExecResult:
         arguments = [bubblewrap.host().shell, "-c", command] if isinstance(command, str) else command
-        machine = await self._running()
         try:
-            outcome = await machine.run(
+            outcome = await self._run(
                 arguments,
                 cwd=cwd or self._spec.workdir,
                 env={**_BASE_ENV, **self._spec.env, **(env or {})},
@@ -160,11 +165,20 @@ class LocalSandbox:
             raise SandboxError(f"Could not lay files at {target}: {done.stderr.strip()[-300:]}")
 
     async def download(self, source: str, target: Path) -> None:
-        """Fetch the file or the directory `source` as `target`."""
         parent, _, name = source.rstrip("/").rpartition("/")
-        limit = self._spec.limits.storage_mb << 20
-        done = await self._machine_run_bytes(["tar", "-cf", "-", "-C", parent or "/", "--", name], limit)
-        await asyncio.to_thread(_unpack, done, name, target)
+        done = await self._run(
+            ["tar", "-cf", "-", "-C", parent or "/", "--", name],
+            cwd="/",
+            env=_BASE_ENV,
+            stdin=b"",
+            timeout=None,
+            max_output=self.storage_mb << 20,
+        )
+        if done.status != 0:
+            raise SandboxError(
+                f"Could not fetch {source}: {done.stderr.decode(errors='replace').strip()[-300:]}"
+            )
+        await asyncio.to_thread(_unpack, done.stdout, name, target)
 
     async def read(self, path: str, limit: int) -> bytes | None:
         return await asyncio.to_thread(_read_beneath, self._root, path, limit)
@@ -176,6 +190,12 @@ class LocalSandbox:
         if machine is not None:
             await machine.kill()
 
+    async def over_storage(self) -> None:
+        """Called by the storage watch: the agent has filled its disk and may do nothing more."""
+        self._full = True
+        self.remarks.append(f"it used more than its {self.storage_mb} MiB of storage")
+        await self.kill_processes()
+
     async def successor(
         self, *, read_only: Mapping[str, Path | Mapping[str, str]], env: Mapping[str, str]
     ) -> "LocalSandbox":
@@ -183,9 +203,10 @@ class LocalSandbox:
         heir = LocalSandbox(self._backend, replace(self._spec, env=dict(env), mounts=(), services={}))
         heir._user = self._user  # the files are its
         try:
-            heir._lay_out(read_only)
-            heir.remarks += _hand_over(self._root, heir._root, self._spec.workdir)
+            await asyncio.to_thread(heir._lay_out, read_only)
+            heir.remarks += self.remarks + _hand_over(self._root, heir._root, self._spec.workdir)
             await self.destroy()
+            self._backend.storage.add(heir)
             await heir._running()
         except BaseException:
             await heir.destroy()
@@ -194,6 +215,7 @@ class LocalSandbox:
 
     async def destroy(self) -> None:
         self._destroyed = True
+        self._backend.storage.discard(self)
         await self.kill_processes()
         await asyncio.to_thread(reaper.remove, self._backend.root, self._backend.hierarchies, self.id)
 
@@ -223,7 +245,10 @@ class LocalSandbox:
         async with self._starting:
             if self._destroyed:
                 raise SandboxError("The sandbox has been destroyed.")
-            if self._machine is None or not self._machine.alive:
+            self._refuse_if_full()
+            if self._machine is not None and not self._machine.alive:
+                await self.kill_processes()
+            if self._machine is None:
                 services = self._spec.services
                 limits = bubblewrap.process_limits(
                     self._spec.limits, grouped=self._group.directories if self._group else ()
@@ -254,16 +279,28 @@ class LocalSandbox:
         )
         return line if self._user is None else bubblewrap.as_user(line, self._user, self._staged)
 
-    async def _machine_run_bytes(self, arguments: Sequence[str], limit: int) -> bytes:
+    async def _run(
+        self,
+        arguments: Sequence[str],
+        *,
+        cwd: str,
+        env: Mapping[str, str],
+        stdin: bytes,
+        timeout: float | None,
+        max_output: int,
+    ) -> Outcome:
         machine = await self._running()
-        outcome = await machine.run(
-            arguments, cwd="/", env=_BASE_ENV, stdin=b"", timeout=None, max_output=limit
-        )
-        if outcome.status != 0:
-            raise SandboxError(
-                f"Could not fetch files: {outcome.stderr.decode(errors='replace').strip()[-300:]}"
+        try:
+            return await machine.run(
+                arguments, cwd=cwd, env=env, stdin=stdin, timeout=timeout, max_output=max_output
             )
-        return outcome.stdout
+        except SandboxError:
+            self._refuse_if_full()
+            raise
+
+    def _refuse_if_full(self) -> None:
+        if self._full:
+            raise SandboxError(f"The sandbox used more than its {self.storage_mb} MiB of storage.")
 
 
 def _user_of_its_own() -> bool:
@@ -359,10 +396,12 @@ def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def _unpack(archive: bytes, name: str, target: Path) -> None:
+    """Lay the only top-level entry of an archive, which the agent may have made, at `target`."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.parent / f".{target.name}.download"
-    with tarfile.open(fileobj=io.BytesIO(archive)) as members:
-        members.extractall(scratch, filter="data")
-    os.replace(scratch / name, target)
-    with suppress(OSError):
-        scratch.rmdir()
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        try:
+            with tarfile.open(fileobj=io.BytesIO(archive)) as members:
+                members.extractall(scratch, filter="data")
+            os.replace(Path(scratch, name), target)
+        except (tarfile.TarError, OSError) as error:
+            raise SandboxError(f"Could not lay what was fetched at {target}: {error}") from None

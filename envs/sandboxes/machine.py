@@ -52,6 +52,7 @@ class Machine:
         self._init = init  # pidfd of process 1
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.Future[int]] = {}
+        self._overran: set[int] = set()
         self._pipes: set[_Pipe] = set()
         self._number = 0
         self.alive = True
@@ -138,48 +139,54 @@ class Machine:
         """
         if not self.alive:
             raise SandboxError("The sandbox is no longer running.")
+        request = _request(arguments, cwd, env)
         self._number += 1
         number = self._number
-        exited: asyncio.Future[int] = self._loop.create_future()
-        self._waiting[number] = exited
-        stdout, stderr = self._send(number, _request(arguments, cwd, env), stdin, max_output)
-        timed_out = False
+        stdout, stderr = self._send(number, request, stdin, max_output)
+        exited = self._waiting[number] = self._loop.create_future()
+        alarm = None if timeout is None else self._loop.call_later(timeout, self._overrun, number)
         try:
-            done, _ = await asyncio.wait([exited], timeout=timeout)
-            if not done:
-                timed_out = True
-                self._send_kill(number)
-                done, _ = await asyncio.wait([exited], timeout=KILL_SECONDS)
-                if not done:  # process 1 does not answer: the agent broke it
-                    await self.kill()
-            status = exited.result()
+            status = await exited
         except asyncio.CancelledError:
             self._send_kill(number)
             raise
         except SandboxError:
-            if not timed_out:
+            if number not in self._overran:
                 raise
             status = signal.SIGKILL
         finally:
+            if alarm is not None:
+                alarm.cancel()
             self._waiting.pop(number, None)
+            timed_out = number in self._overran
+            self._overran.discard(number)
             stdout.release()
             stderr.release()
-        return Outcome(
-            status, bytes(stdout.data), bytes(stderr.data), timed_out, stdout.truncated or stderr.truncated
-        )
+        truncated = stdout.truncated or stderr.truncated
+        return Outcome(status, bytes(stdout.data), bytes(stderr.data), timed_out, truncated)
 
     async def kill(self) -> None:
         """Kill every process inside and wait until the kernel has buried the last. Safe to call twice.
 
         Raises `SandboxError` if they are not gone after a while.
         """
-        with suppress(ProcessLookupError, OSError):
-            signal.pidfd_send_signal(self._init, signal.SIGKILL)
+        self._kill_init()
         # The outer process ends when process 1 is reaped, and that is after all others in its namespace.
         if self._process.returncode is None and not await _ended(self._process.pid, KILL_SECONDS):
             raise SandboxError(f"Process {self._process.pid} of the sandbox would not die.")
         self._process.wait()
         self._close()
+
+    def _overrun(self, number: int) -> None:
+        """The command's time is over: process 1 kills its tree, or is killed with everything inside."""
+        self._overran.add(number)
+        self._send_kill(number)
+        self._loop.call_later(KILL_SECONDS, lambda: self._kill_init() if number in self._waiting else None)
+
+    def _kill_init(self) -> None:
+        if self.alive:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._init, signal.SIGKILL)
 
     def _send(self, number: int, request: bytes, stdin: bytes, cap: int) -> "tuple[_Pipe, _Pipe]":
         opened: list[int] = []  # those that process 1 gets
@@ -195,7 +202,6 @@ class Machine:
         except OSError as error:
             for pipe in pipes:
                 pipe.close()
-            self._waiting.pop(number, None)
             raise SandboxError(f"The sandbox does not take commands: {error}") from error
         finally:
             for descriptor in opened:
@@ -224,6 +230,7 @@ class Machine:
     def _close(self) -> None:
         if not self.alive:
             return
+        self._kill_init()
         self.alive = False
         self._loop.remove_reader(self._control.fileno())
         self._control.close()
@@ -234,8 +241,6 @@ class Machine:
         self._waiting.clear()
         for pipe in list(self._pipes):
             pipe.close()
-        with suppress(ProcessLookupError, OSError):
-            signal.pidfd_send_signal(self._init, signal.SIGKILL)
         os.close(self._init)
 
 
