@@ -102,11 +102,12 @@ def spawn(
     log: Path,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    pass_fds: Sequence[int] = (),
 ) -> Child:
     """Start `command` in its own process group, bound to this process's life, logging to `log`.
 
-    `env` is added to this process's environment. Call from the main thread: the kernel sends the
-    parent-death signal when the *thread* that started the child ends.
+    `env` is added to this process's environment; `pass_fds` stay open in the child. Call from the main
+    thread: the kernel sends the parent-death signal when the *thread* that started the child ends.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     parent = os.getpid()
@@ -119,6 +120,7 @@ def spawn(
             env={**os.environ, **(env or {})},
             cwd=cwd,
             start_new_session=True,
+            pass_fds=pass_fds,
             preexec_fn=lambda: die_with_parent(parent),
         )
     return Child(name, process, log)

@@ -59,7 +59,7 @@ def test_the_latest_save_wins_and_older_ones_go(tmp_path):
 
 def test_another_models_checkpoint_is_refused(tmp_path):
     backend().save(tmp_path)
-    with pytest.raises(UserError, match="intermediate_size is 96.*is 128"):
+    with pytest.raises(UserError, match=r"intermediate_size is 96.*is 128"):
         backend(intermediate_size=128).load(tmp_path)
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 class BackendSpec:
     """How to train. Crosses a process boundary, so plain data only."""
 
+    backend: str = "megatron"  # a name in `worker.BACKENDS`
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     dtype: Literal["float32", "bfloat16"] = "float32"
