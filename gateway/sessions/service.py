@@ -210,10 +210,22 @@ class TurnService:
         return node
 
     def _note_ignored(self, session: Session, request: TurnRequest) -> None:
+        ignored = {**request.ignored, **_overruled(session.spec.sampling, request.sampling)}
         known = session.diagnostics.ignored
-        if any(name not in known for name in request.ignored):
-            known.update(request.ignored)
+        if not ignored.keys() <= known.keys():
+            known.update(ignored)
             self._store.note(session)
+
+
+def _overruled(forced: Sampling, asked: Sampling) -> dict[str, str]:
+    """The sampling options that the client asked for in vain."""
+    ours = forced.model_dump(exclude_none=True)
+    theirs = asked.model_dump(exclude_none=True)
+    return {
+        name: f"the session forces {ours[name]}"
+        for name in ours
+        if theirs.get(name, ours[name]) != ours[name]
+    }
 
 
 def _budget(session: Session, supersedes: Node | None) -> int | None:

@@ -51,7 +51,7 @@ class Served:
             time.sleep(0.005)
 
     def stop(self) -> None:
-        self._server.should_exit = True
+        self._server.should_exit = self._server.force_exit = True
         self._thread.join(10)
 
 
