@@ -77,7 +77,13 @@ class TerminalEnvironment:
         if done.timed_out:
             raise GradingError(f"The tests did not end within {task.limits.verifier_seconds:g} s.")
         try:
-            return Grade(*_reward(texts[REWARD_JSON], texts[REWARD_TEXT], evidence))
+            grade = Grade(*_reward(texts[REWARD_JSON], texts[REWARD_TEXT], evidence))
+            if done.running and grade.reward > 0:
+                raise GradingError(
+                    f"{done.running} processes were still running when the tests ended, and might have "
+                    "written the reward themselves: let the tests end what they start."
+                )
+            return grade
         except GradingError as error:
             tail = (
                 f" The tests ended with status {done.exit_code}; their last line: {lines[-1]}"

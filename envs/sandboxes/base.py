@@ -55,6 +55,7 @@ class ExecResult:
     timed_out: bool = False
     out_of_memory: bool = False
     truncated: bool = False  # output beyond the cap was dropped
+    running: int = 0  # processes alive in the sandbox when the command ended
 
 
 class SandboxError(Exception):

@@ -138,6 +138,8 @@ def command(
     line += ["--unshare-uts", "--hostname", "sandbox", "--unshare-cgroup-try"]
     line += [] if network else ["--unshare-net"]
     line += ["--disable-userns"] if "--disable-userns" in found.options else []
+    # As root elsewhere, pass over the modes of one's own files; a namespace has no others to offer.
+    line += ["--cap-drop", "ALL", "--cap-add", "CAP_DAC_OVERRIDE"]
     line += ["--die-with-parent", "--new-session", "--as-pid-1", "--clearenv"]
     line += ["--bind", str(root), "/", "--ro-bind", "/usr", "/usr", "--ro-bind-try", "/nix", "/nix"]
     for name in _MERGED:

@@ -8,7 +8,8 @@ Messages travel on one SOCK_SEQPACKET socket whose number is `argv[1]`:
     driver -> init   b"run N"  with four file descriptors: request, stdin, stdout, stderr
                      b"kill N" kill every descendant of command N, daemons included
     init -> driver   b"ready" with the listening sockets that the driver asked for, then per command
-                     b"exit N STATUS" (wait status of its main process)
+                     b"exit N STATUS RUNNING": the wait status of its main process, and how many
+                     processes are alive at that moment besides process 1
 
 `argv[2]` is the sandbox's id, there to be seen in process lists; then come resource limits (`FSIZE=1024`)
 and loopback ports to listen on (`listen=8000`).
@@ -92,7 +93,7 @@ def serve(control: socket.socket, commands: dict[int, int]) -> None:
         pid = os.fork()
     except OSError as error:  # the process limit is reached
         os.write(descriptors[3], f"sandbox: cannot start a process: {error.strerror}\n".encode())
-        control.send(b"exit %s %d" % (number, 126 << 8))
+        control.send(b"exit %s %d 0" % (number, 126 << 8))
     else:
         if pid == 0:
             become_command(descriptors)
@@ -130,16 +131,21 @@ def become_command(descriptors: list[int]) -> None:
 
 
 def reap(control: socket.socket, commands: dict[int, int]) -> None:
+    """Bury the dead; then report the commands among them, with the number of processes that remain."""
+    ended: list[tuple[int, int]] = []
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return
+            break
         if pid == 0:
-            return
-        number = commands.pop(pid, None)
-        if number is not None:
-            control.send(b"exit %d %d" % (number, status))
+            break
+        if pid in commands:
+            ended.append((commands.pop(pid), status))
+    if ended:
+        running = sum(name.isdigit() for name in os.listdir("/proc")) - 1
+        for number, status in ended:
+            control.send(b"exit %d %d %d" % (number, status, running))
 
 
 def kill_tree(root: int) -> None:

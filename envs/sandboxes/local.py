@@ -1,10 +1,10 @@
 """Sandboxes on this machine, by bubblewrap: Linux namespaces over a private directory.
 
 What the agent has: the system's programs read-only, a private root directory for everything else, no
-network, its own process, user, IPC, host-name and control-group namespaces, no capability, and limits
-on memory, processes, CPU and file size. Run as root, each sandbox gets a user id of its own on the
-host; run as anybody else it needs a kernel that lets users make namespaces. Everything in a sandbox
-dies with the driver, however that ends.
+network, its own process, user, IPC, host-name and control-group namespaces, no capability but to pass
+over the modes of its own files, and limits on memory, processes, CPU, storage and file size. Run as
+root, each sandbox gets a user id of its own on the host; run as anybody else it needs a kernel that
+lets users make namespaces. Everything in a sandbox dies with the driver, however that ends.
 """
 
 import asyncio
@@ -156,6 +156,7 @@ class LocalSandbox:
             timed_out=outcome.timed_out,
             out_of_memory=out_of_memory,
             truncated=outcome.truncated,
+            running=outcome.running,
         )
 
     async def upload(self, source: Path | Mapping[str, str], target: str) -> None:

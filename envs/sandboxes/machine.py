@@ -27,9 +27,10 @@ _DISCARD_INTERVAL = 0.01  # s between reads of output that nobody wants
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`status` is the wait status of the command's main process."""
+    """`status` is the wait status of the command's main process; `running` counts what it left running."""
 
     status: int
+    running: int
     stdout: bytes
     stderr: bytes
     timed_out: bool
@@ -51,7 +52,7 @@ class Machine:
         self._control = control
         self._init = init  # pidfd of process 1
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[int, asyncio.Future[int]] = {}
+        self._waiting: dict[int, asyncio.Future[tuple[int, int]]] = {}
         self._overran: set[int] = set()
         self._pipes: set[_Pipe] = set()
         self._number = 0
@@ -146,14 +147,14 @@ class Machine:
         exited = self._waiting[number] = self._loop.create_future()
         alarm = None if timeout is None else self._loop.call_later(timeout, self._overrun, number)
         try:
-            status = await exited
+            status, running = await exited
         except asyncio.CancelledError:
             self._send_kill(number)
             raise
         except SandboxError:
             if number not in self._overran:
                 raise
-            status = signal.SIGKILL
+            status, running = signal.SIGKILL, 0
         finally:
             if alarm is not None:
                 alarm.cancel()
@@ -163,7 +164,7 @@ class Machine:
             stdout.release()
             stderr.release()
         truncated = stdout.truncated or stderr.truncated
-        return Outcome(status, bytes(stdout.data), bytes(stderr.data), timed_out, truncated)
+        return Outcome(status, running, bytes(stdout.data), bytes(stderr.data), timed_out, truncated)
 
     async def kill(self) -> None:
         """Kill every process inside and wait until the kernel has buried the last. Safe to call twice.
@@ -219,11 +220,12 @@ class Machine:
             return
         except OSError:
             message = b""
-        words = message.split()
-        if len(words) == 3 and words[0] == b"exit" and words[1].isdigit() and words[2].isdigit():
-            exited = self._waiting.pop(int(words[1]), None)
+        verb, *numbers = message.split() or [b""]
+        if verb == b"exit" and len(numbers) == 3 and all(word.isdigit() for word in numbers):
+            number, status, running = map(int, numbers)
+            exited = self._waiting.pop(number, None)
             if exited is not None and not exited.done():
-                exited.set_result(int(words[2]))
+                exited.set_result((status, running))
         else:  # the end of file, or an agent that speaks for process 1
             self._close()
 
