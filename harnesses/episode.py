@@ -8,12 +8,13 @@ bound to ours) and the session ends by its time to live.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
+from titogym.cancellation import to_its_end
 from titogym.envs.environment import Environment
 from titogym.envs.registry import environment as find_environment
 from titogym.envs.sandboxes.base import Sandbox, SandboxBackend, SandboxError, SandboxSpec
@@ -69,6 +70,11 @@ class EpisodeResult:
     session_id: str | None = None
 
     @property
+    def failed(self) -> bool:
+        """Whether it came to anything but a finished and graded attempt. Its reward may still stand."""
+        return self.outcome != "finished"
+
+    @property
     def usable(self) -> bool:
         """Whether it may be trained on: graded, sampled, and ended by the model's own doing."""
         return self.reward is not None and bool(self.trajectories) and self.outcome in MODEL_OUTCOMES
@@ -82,19 +88,23 @@ async def run_episode(
     gateway: GatewayClient,
     session_options: Mapping[str, Any] | None = None,
     labels: Mapping[str, str] | None = None,
+    keep_session: bool = False,
 ) -> EpisodeResult:
     """Let `harness` attempt `task` once.
 
     `session_options` are fields of the gateway's session (matcher, policy, sampling, ...); the harness's
     matcher and the task's limits of turns and tokens stand where they are silent. `labels` name the
-    sandbox and the session. Raises nothing but `asyncio.CancelledError`, and that only after
-    everything is cleaned up.
+    sandbox and the session. With `keep_session` the session of an episode that was not cancelled is
+    the caller's to delete. Raises nothing but `asyncio.CancelledError`, and that only after everything
+    is cleaned up.
     """
     episode = _Episode(task, harness, backend, gateway, session_options or {}, labels or {})
+    ended = False
     try:
         await episode.run()
+        ended = True
     finally:
-        await _to_its_end(episode.clean_up())
+        await to_its_end(episode.clean_up(keep_session=keep_session and ended))
     return episode.result
 
 
@@ -144,11 +154,12 @@ class _Episode:
         with self._phase("collect"):
             await self._collect()
 
-    async def clean_up(self) -> None:
+    async def clean_up(self, *, keep_session: bool) -> None:
         """Destroy what was made, whatever state it is in. Failures are logged: there is no one to tell."""
+        session = None if keep_session else self._session
         await asyncio.gather(
             _destroy("sandbox", self._sandbox, lambda sandbox: sandbox.destroy()),
-            _destroy("session", self._session, lambda session: self._gateway.delete(session.id)),
+            _destroy("session", session, lambda session: self._gateway.delete(session.id)),
         )
 
     async def _set_up(self) -> tuple[Environment, Connection, Sandbox]:
@@ -156,7 +167,7 @@ class _Episode:
             environment = find_environment(self._task.environment)
             if self._harness.inside and not self._gateway.guarded:
                 raise UserError(
-                    f"With the harness {self._harness.name!r} the model's own commands can reach the gateway: "
+                    f"With the harness {self._harness.name!r} the model's commands can reach the gateway: "
                     "start it with --admin-key, and give that key to the run."
                 )
             await self._harness.prepare()
@@ -188,13 +199,8 @@ class _Episode:
         return session
 
     async def _create_sandbox(self, session: SessionHandle) -> Sandbox:
-        task = self._task
-        spec = SandboxSpec(
-            limits=task.limits,
-            network=task.network,
-            workdir=task.workdir,
-            env=task.env,
-            labels=self._labels,
+        spec = replace(
+            SandboxSpec.for_task(self._task, self._labels),
             mounts=self._harness.mounts(),
             services={INSIDE_PORT: _address(session.base_url)} if self._enclosed() else {},
         )
@@ -305,16 +311,3 @@ async def _destroy(
             await destroy(thing)
     except Exception as error:
         log.warning("the %s of an episode was not destroyed: %s: %s", what, type(error).__name__, error)
-
-
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await `work` to its end whatever happens; cancellations that came meanwhile are raised after it."""
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
