@@ -85,10 +85,6 @@ class EngineSection(Section):
 class GatewaySection(Section):
     """The gateway between agents and engine; the run starts its own."""
 
-    host: Text = Field(default="127.0.0.1", description="Address to listen on.")
-    port: Annotated[int, Field(ge=0, le=65535)] = Field(
-        default=0, description="Port; 0 lets the system choose."
-    )
     policy: Literal["linear", "branching"] = Field(
         default="linear",
         description="`linear`: an agent may extend its conversation or retry its last turn. "

@@ -45,7 +45,7 @@ class Column:
 
 
 def _number(name: str, form: str) -> Callable[[Mapping[str, Any]], str]:
-    return lambda record: format(record[name], form) if name in record else "-"
+    return lambda record: "-" if record.get(name) is None else format(record[name], form)
 
 
 def _staleness(record: Mapping[str, Any]) -> str:

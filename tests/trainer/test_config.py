@@ -69,7 +69,7 @@ def test_unknown_key_without_near_miss_lists_the_keys_of_the_table(tmp_path):
         ('buffer.on_stale = "forget"', "buffer.on_stale"),
         ("optimizer.lr = nan", "optimizer.lr"),
         ("engine.urls = 'http://x'", "engine.urls"),
-        ("gateway.port = 70000", "gateway.port"),
+        ('gateway.policy = "any"', "gateway.policy"),
     ],
 )
 def test_wrong_types_and_values_are_refused_by_name(tmp_path, line, key):

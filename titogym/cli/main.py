@@ -15,6 +15,7 @@ COMMANDS = {
     "quickstart": "quickstart",
     "run": "run",
     "train": "train",
+    "show": "show",
     "engine": "engine",
     "serve": "serve",
     "verify-template": "verify_template",

@@ -1,0 +1,130 @@
+"""`titogym show`: the kept trajectories of a run, token by token."""
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from titogym.errors import UserError
+from titogym.trainer.runs import RunDirectory
+
+
+def command(
+    run_dir: Annotated[
+        Path, typer.Argument(help="Run directory of `titogym train` or `titogym quickstart`.")
+    ],
+    trajectory: Annotated[
+        str | None,
+        typer.Option("--trajectory", "-t", help="Which one: its number or its name in the list."),
+    ] = None,
+    table: Annotated[bool, typer.Option("--table", help="One line per token, with every figure.")] = False,
+) -> None:
+    """List the trajectories that a run kept, or open one token by token.
+
+    Dim tokens came from the template, the task or a tool and carry no loss. The others were sampled by the
+    model: green is likely, red is unlikely; without colours they stand in ⟦brackets⟧.
+    """
+    run = RunDirectory(run_dir)
+    run.config()
+    kept = list(run.trajectories())
+    if not kept:
+        raise UserError(f"{run_dir} kept no trajectory: set run.keep_trajectories above 0.")
+    console = Console()
+    if trajectory is None:
+        console.print(_listing(kept))
+        console.print(f"Open one with: titogym show {run_dir} --trajectory NUMBER", highlight=False)
+        return
+    place, record = _find(kept, trajectory)
+    console.rule(Text(f"{place}: {record['task']}"))
+    console.print(_facts(record), highlight=False)
+    console.print()
+    colours = console.color_system is not None and not console.no_color
+    console.print(_token_table(record) if table else _token_view(record, colours), soft_wrap=not table)
+
+
+def _find(kept: list[tuple[str, dict[str, Any]]], wanted: str) -> tuple[str, dict[str, Any]]:
+    for number, (place, record) in enumerate(kept):
+        if wanted in (place, str(number)):
+            return place, record
+    raise UserError(
+        f"There is no trajectory {wanted!r}: choose 0 to {len(kept) - 1}, or a name from the list."
+    )
+
+
+def _listing(kept: list[tuple[str, dict[str, Any]]]) -> Table:
+    table = Table("#", "name", "task", "reward", "advantage", "turns", "tokens", "sampled", "ended")
+    for number, (place, record) in enumerate(kept):
+        table.add_row(
+            str(number),
+            place,
+            record["task"],
+            "-" if record["reward"] is None else f"{record['reward']:.2f}",
+            f"{record['advantage']:+.2f}" if "advantage" in record else "held out",
+            str(record["turns"]),
+            str(len(record["tokens"])),
+            str(sum(record["loss_mask"])),
+            record["outcome"],
+        )
+    return table
+
+
+def _facts(record: dict[str, Any]) -> str:
+    sampled = sum(record["loss_mask"])
+    lines = [
+        f"reward {record['reward']}, {record['turns']} turns, {record['outcome']}; "
+        f"{len(record['tokens'])} tokens, of which {sampled} sampled",
+        "weight versions: "
+        + ", ".join(f"{v} at {start}-{end - 1}" for start, end, v in record["version_spans"]),
+    ]
+    if "trainer_logprobs" in record and sampled:
+        gap = math.fsum(
+            abs(ours - theirs)
+            for ours, theirs, mask in zip(
+                record["trainer_logprobs"], record["logprobs"], record["loss_mask"], strict=True
+            )
+            if mask
+        )
+        lines.append(
+            f"advantage {record['advantage']:+.3f}, mean |trainer - engine log-prob| {gap / sampled:.1e}"
+        )
+    return "\n".join(lines)
+
+
+def _token_view(record: dict[str, Any], colours: bool) -> Text:
+    """The text with sampled tokens coloured, or, where there are no colours, in brackets."""
+    view, inside = Text(), False
+    for text, mask, logprob in zip(record["texts"], record["loss_mask"], record["logprobs"], strict=True):
+        if bool(mask) != inside and not colours:
+            view.append("⟦" if mask else "⟧")
+        inside = bool(mask)
+        view.append(text.replace("\n", "⏎\n"), _style(logprob) if mask else "dim")
+    return view.append("⟧") if inside and not colours else view
+
+
+def _token_table(record: dict[str, Any]) -> Table:
+    table = Table("#", "id", "token", "loss", "engine", "trainer", "version")
+    versions = {p: v for start, end, v in record["version_spans"] for p in range(start, end)}
+    trainer = record.get("trainer_logprobs")
+    for position, (token, text, mask, logprob) in enumerate(
+        zip(record["tokens"], record["texts"], record["loss_mask"], record["logprobs"], strict=True)
+    ):
+        table.add_row(
+            str(position),
+            str(token),
+            Text(repr(text)[1:-1], _style(logprob) if mask else "dim"),
+            str(mask),
+            f"{logprob:.4f}" if mask else "",
+            f"{trainer[position]:.4f}" if mask and trainer else "",
+            versions.get(position, ""),
+        )
+    return table
+
+
+def _style(logprob: float) -> str:
+    """From green (certain) over yellow to red (unlikely), on the token's background."""
+    p = math.exp(min(logprob, 0.0))
+    return f"black on rgb({int(235 - 115 * max(0.0, 2 * p - 1))},{int(110 + 110 * min(1.0, 2 * p))},120)"

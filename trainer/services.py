@@ -1,0 +1,120 @@
+"""The processes of a run: engine, gateway and trainer. All die with this one."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from titogym.errors import UserError
+from titogym.gateway import launch as gateway
+from titogym.gateway.engines import launch as engines
+from titogym.processes import Child
+from titogym.trainer.backends.base import BackendSpec
+from titogym.trainer.backends.process import TrainerProcess
+from titogym.trainer.config import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Running and connected to one another: the trainer has joined the engines' weight-update group."""
+
+    trainer: TrainerProcess
+    gateway_url: str
+    admin_key: str
+    children: tuple[Child, ...]  # without the trainer, whose end its own next call reports
+
+    def check_health(self) -> None:
+        """Raises `UserError` when one of them has died."""
+        for child in self.children:
+            if not child.alive():
+                raise UserError(
+                    f"The {child.name} stopped with status {child.process.returncode}; the run can be "
+                    f"continued with --resume. The end of {child.log}:\n{child.log_tail()}"
+                )
+        if not self.trainer.alive():
+            raise UserError("The trainer process stopped; the run can be continued with --resume.")
+
+
+@contextmanager
+def running(
+    config: RunConfig, logs: Path, checkpoint: Path | None, report: Callable[[str], None]
+) -> Iterator[Services]:
+    """Start everything, with the trainer's state from `checkpoint` if there is one; stop it all at the end.
+
+    Call from the main thread. `report` hears what takes long. Raises `UserError` when something does not
+    start; what had started is stopped again.
+    """
+    with ExitStack() as stack:
+        trainer = TrainerProcess(_backend_spec(config), logs / "trainer.log")
+        stack.callback(trainer.close)
+        children = []
+        # The trainer loads its model on another thread while the engine starts: both take long.
+        with ThreadPoolExecutor(1) as loading:
+            loaded = loading.submit(_load, trainer, config.model.dir, checkpoint)
+            try:
+                urls = config.engine.urls
+                if not urls:
+                    report("Starting the engine and the trainer")
+                    engine = engines.launch(
+                        _engine_options(config),
+                        logs / "engine.log",
+                        timeout=config.engine.start_timeout,
+                        report=report,
+                    )
+                    stack.callback(engine.stop)
+                    children.append(engine.child)
+                    urls = [engine.url]
+                loaded.result()
+            except BaseException:
+                trainer.close()  # else leaving the pool would wait for the model
+                raise
+        report("Starting the gateway")
+        served = gateway.launch(
+            urls,
+            config.model.dir,
+            directory=logs,
+            family=config.model.family,
+            options=_gateway_options(config),
+        )
+        stack.callback(served.stop)
+        children.append(served.child)
+        trainer.connect_engines(urls)
+        yield Services(trainer, served.url, served.admin_key, tuple(children))
+
+
+def _load(trainer: TrainerProcess, model_dir: Path, checkpoint: Path | None) -> None:
+    trainer.load_hf(model_dir)
+    if checkpoint is not None:
+        trainer.load(checkpoint / "trainer")
+
+
+def _backend_spec(config: RunConfig) -> BackendSpec:
+    settings = config.trainer
+    return BackendSpec(
+        optimizer=config.optimizer,
+        loss=config.algorithm,
+        dtype=settings.dtype,
+        microbatch_tokens=settings.microbatch_tokens,
+        threads=settings.threads,
+    )
+
+
+def _engine_options(config: RunConfig) -> engines.EngineOptions:
+    settings = config.engine
+    return engines.EngineOptions(
+        model=str(config.model.dir),
+        dtype=settings.dtype,
+        context_length=settings.context_length,
+        max_total_tokens=settings.max_total_tokens,
+        memory_fraction=settings.memory_fraction,
+        tensor_parallel=settings.tensor_parallel,
+        threads=settings.threads,
+        seed=config.run.seed,
+        extra=tuple(settings.extra),
+    )
+
+
+def _gateway_options(config: RunConfig) -> list[str]:
+    limit = config.engine.context_length
+    return ["--context-length", str(limit)] if limit is not None else []

@@ -1,0 +1,173 @@
+"""A whole training run, from a configuration to a report."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.console import Console
+
+from titogym.envs import registry
+from titogym.envs.sandboxes.local import LocalBackend
+from titogym.envs.task import Limits, Task
+from titogym.errors import UserError
+from titogym.gateway.client import GatewayClient
+from titogym.harnesses.base import Harness
+from titogym.harnesses.episode import EpisodeResult, run_episode
+from titogym.harnesses.registry import harness
+from titogym.templates.registry import resolve
+from titogym.templates.tokenizer import Tokenizer
+from titogym.trainer import services
+from titogym.trainer.backends.process import TrainerError
+from titogym.trainer.config import RolloutSection, RunConfig
+from titogym.trainer.drivers.asynchronous import Parts, train
+from titogym.trainer.progress import Progress
+from titogym.trainer.rollout import RunEpisode
+from titogym.trainer.runs import RunDirectory
+
+
+def run_training(config: RunConfig, console: Console, *, resume: bool = False) -> RunDirectory:
+    """Run `config` to its end in its run directory, showing progress on `console`.
+
+    With `resume`, from the last checkpoint there. Call from the main thread. Raises `UserError` when the
+    run cannot start or go on, `KeyboardInterrupt` or `asyncio.CancelledError` when it was stopped by
+    SIGINT or SIGTERM. No process and no sandbox is left on any way out.
+    """
+    prepared = _prepare(config)  # what can be wrong without any process running is found first
+    run = (RunDirectory.reopen if resume else RunDirectory.create)(config.run.dir, config)
+    progress = Progress(console)
+    checkpoints = run.checkpoints()
+    if resume:
+        last = max(checkpoints, default=0)
+        progress.note(
+            f"Continuing from step {last}" if last else "There is no checkpoint yet: starting again"
+        )
+    checkpoint = checkpoints[max(checkpoints)] if checkpoints else None
+    try:
+        with (
+            asyncio.Runner() as runner,
+            services.running(config, run.logs, checkpoint, progress.note) as up,
+            progress.running(),
+        ):
+            runner.run(_train(config, prepared, up, run, progress))
+    except TrainerError as error:
+        raise UserError(f"{error}\nThe run can be continued with --resume.") from error
+    finally:
+        run.release()
+    return run
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    tasks: Sequence[Task]
+    eval_tasks: Sequence[Task]
+    harness: Harness
+    tokenizer: Tokenizer
+
+
+def _prepare(config: RunConfig) -> _Prepared:
+    """Everything that is found by name or read from disk. Raises `UserError` where it is not there."""
+    tokenizer = Tokenizer.load(config.model.dir)
+    resolve(config.model.dir, config.model.family)
+    training, evaluation = config.environment, config.eval
+    tasks = registry.tasks(training.source, split=training.split, seed=training.seed, count=training.count)
+    eval_tasks: list[Task] = []
+    if evaluation is not None:
+        source = evaluation.source or training.source
+        eval_tasks = registry.tasks(
+            source, split=evaluation.split, seed=evaluation.seed, count=evaluation.count
+        )
+        if both := {task.id for task in tasks} & {task.id for task in eval_tasks}:
+            raise UserError(
+                f"{len(both)} held-out tasks are among those that training sees ({min(both)}, ...): choose "
+                "another eval.source, eval.split or eval.seed."
+            )
+    return _Prepared(
+        tasks=[_limited(task, config.rollout) for task in tasks],
+        eval_tasks=[_limited(task, config.rollout) for task in eval_tasks],
+        harness=harness(config.harness.name, **config.harness.options),
+        tokenizer=tokenizer,
+    )
+
+
+def _limited(task: Task, rollout: RolloutSection) -> Task:
+    """`task` under the stricter of its own limits and those of the run."""
+    own: Limits = task.limits
+    turns = min(own.turns, rollout.max_turns or own.turns)
+    tokens = min((limit for limit in (own.tokens, rollout.max_tokens) if limit is not None), default=None)
+    return replace(task, limits=replace(own, turns=turns, tokens=tokens))
+
+
+async def _train(
+    config: RunConfig, prepared: _Prepared, up: services.Services, run: RunDirectory, progress: Progress
+) -> None:
+    _cancel_on_sigterm()
+    async with _parts(config, prepared, up) as parts:
+        await train(config, parts, run, progress)
+
+
+def _cancel_on_sigterm() -> None:
+    """SIGTERM stops the run as cleanly as SIGINT does."""
+    task = asyncio.current_task()
+    if task is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+
+@asynccontextmanager
+async def _parts(config: RunConfig, prepared: _Prepared, up: services.Services) -> AsyncIterator[Parts]:
+    """The driver's parts on top of the running services."""
+    backend = LocalBackend(config.sandbox.root, {"run": config.run.dir.name})
+    try:
+        async with GatewayClient(up.gateway_url, up.admin_key) as client:
+            await prepared.harness.prepare()
+
+            def episodes(temperature: float) -> RunEpisode:
+                options = _session_options(config, temperature)
+
+                async def run_one(task: Task, labels: Mapping[str, str]) -> EpisodeResult:
+                    return await run_episode(
+                        task,
+                        harness=prepared.harness,
+                        backend=backend,
+                        gateway=client,
+                        session_options=options,
+                        labels=labels,
+                    )
+
+                return run_one
+
+            yield Parts(
+                trainer=up.trainer,
+                run_episode=episodes(config.rollout.temperature),
+                run_eval_episode=episodes(config.eval.temperature if config.eval else 0.0),
+                tasks=prepared.tasks,
+                eval_tasks=prepared.eval_tasks,
+                token_text=lambda token: prepared.tokenizer.decode([token]),
+                check_health=up.check_health,
+            )
+    finally:
+        await prepared.harness.close()
+
+
+def _session_options(config: RunConfig, temperature: float) -> dict[str, Any]:
+    """What the gateway forces on every turn, whatever the agent asks.
+
+    The whole distribution is sampled from (no cut-offs, no penalties): the trainer scores under no other.
+    """
+    options: dict[str, Any] = {
+        "policy": config.gateway.policy,
+        "sampling": {
+            "temperature": temperature,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "max_tokens": config.rollout.max_tokens_per_turn,
+        },
+    }
+    if config.gateway.matcher is not None:
+        options["matcher"] = config.gateway.matcher
+    return options
