@@ -15,6 +15,8 @@ from titogym.gateway.protocols.base import KEEP_ALIVE, Reply
 from titogym.gateway.sessions.session import Session
 from titogym.gateway.sessions.turn import Committed, Delta
 
+KEEP_ALIVE_SECONDS = 10.0
+
 ErrorBody = Callable[[RequestError], dict[str, Any]]
 
 
@@ -22,7 +24,7 @@ class TurnResponse(Response):
     """Runs a turn and writes its answer.
 
     The status line of a stream waits for the turn's first item, so that a refusal has its own status;
-    from `keep_alive` seconds on, it goes out and comments keep the connection alive.
+    after `KEEP_ALIVE_SECONDS` of silence it goes out, and comments keep the connection alive.
     """
 
     def __init__(
@@ -33,14 +35,12 @@ class TurnResponse(Response):
         *,
         stream: bool,
         error_body: ErrorBody,
-        keep_alive: float = 10.0,
     ) -> None:
         self._items = items
         self._reply = reply
         self._session = session
         self._stream = stream
         self._error_body = error_body
-        self._keep_alive = keep_alive
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,8 +88,8 @@ class TurnResponse(Response):
 
     async def _pulse(self, answer: "_Stream") -> None:
         while True:
-            await asyncio.sleep(self._keep_alive)
-            if time.monotonic() - answer.written >= self._keep_alive:
+            await asyncio.sleep(KEEP_ALIVE_SECONDS)
+            if time.monotonic() - answer.written >= KEEP_ALIVE_SECONDS:
                 await answer.write(KEEP_ALIVE if answer.started else self._reply.open() + KEEP_ALIVE)
 
     async def _fail(self, error: RequestError, answer: "_Stream | None", send: Send) -> None:
