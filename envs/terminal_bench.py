@@ -88,6 +88,7 @@ def load_task(directory: Path) -> Task:
         env={**recipe.env, **reader.texts("environment.env")},
         metadata={
             **_table(config, "metadata", directory),
+            "description": _table(config, "task", directory).get("description", ""),
             "schema_version": str(config.get("schema_version") or config.get("version") or ""),
             "base_image": recipe.base,
             "verifier_env": reader.texts("verifier.env"),

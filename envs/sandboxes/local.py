@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from titogym.cancellation import to_its_end
 from titogym.envs.sandboxes import bubblewrap, cgroups, owners, reaper
 from titogym.envs.sandboxes.base import ExecResult, SandboxError, SandboxSpec
 from titogym.envs.sandboxes.machine import Machine, Outcome
@@ -117,7 +118,7 @@ class LocalSandbox:
         self._destroyed = False
 
     async def start(self, read_only: Mapping[str, Path | Mapping[str, str]] | None = None) -> None:
-        await asyncio.to_thread(self._lay_out, read_only or {})
+        await to_its_end(asyncio.to_thread(self._lay_out, read_only or {}))
         self._backend.storage.add(self)
         await self._running()
 
@@ -189,7 +190,7 @@ class LocalSandbox:
             relay.close()
         machine, self._machine = self._machine, None
         if machine is not None:
-            await machine.kill()
+            await to_its_end(machine.kill())
 
     async def over_storage(self) -> None:
         """Called by the storage watch: the agent has filled its disk and may do nothing more."""
@@ -204,7 +205,7 @@ class LocalSandbox:
         heir = LocalSandbox(self._backend, replace(self._spec, env=dict(env), mounts=(), services={}))
         heir._user = self._user  # the files are its
         try:
-            await asyncio.to_thread(heir._lay_out, read_only)
+            await to_its_end(asyncio.to_thread(heir._lay_out, read_only))
             heir.remarks += self.remarks + _hand_over(self._root, heir._root, self._spec.workdir)
             await self.destroy()
             self._backend.storage.add(heir)
@@ -215,6 +216,9 @@ class LocalSandbox:
         return heir
 
     async def destroy(self) -> None:
+        await to_its_end(self._destroy())
+
+    async def _destroy(self) -> None:
         self._destroyed = True
         self._backend.storage.discard(self)
         await self.kill_processes()

@@ -1,5 +1,85 @@
+"""`titogym env`: what environments there are, whether task directories are sound, what was left behind."""
+
+import asyncio
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from titogym.envs import checking, registry
+from titogym.envs.sandboxes import cgroups, reaper
+from titogym.envs.sandboxes.local import LocalBackend, default_root
+from titogym.envs.terminal_bench import load_task
 from titogym.errors import UserError
 
+command = typer.Typer(
+    help="List environments, check task directories, clean up sandboxes.", no_args_is_help=True
+)
+_console = Console()
 
-def command() -> None:
-    raise UserError("not built yet")
+
+@command.command("list")
+def list_environments() -> None:
+    """Show the environments, the task generators and the task directories that come with titogym."""
+    table = Table(title="Environments and tasks", title_justify="left")
+    for heading in ("name", "kind", "what it is"):
+        table.add_column(heading, overflow="fold")
+    for name, target in sorted(registry.environments().items()):
+        table.add_row(name, "environment", target)
+    for name, target in sorted(registry.generators().items()):
+        table.add_row(name, "task generator", target)
+    for directory in registry.task_directories(registry.STARTER):
+        table.add_row(directory.name, "task directory", str(load_task(directory).metadata["description"]))
+    _console.print(table)
+    _console.print(
+        f"The task directories are in {registry.STARTER}; all of them together are called 'starter'."
+    )
+
+
+@command.command()
+def check(
+    directory: Path = typer.Argument(help="A task directory, or a directory of them."),
+    repeats: int = typer.Option(3, min=1, help="How often each is tried; results that differ are flaky."),
+    parallel: int = typer.Option(4, min=1, help="How many sandboxes run at once."),
+) -> None:
+    """Check that the solution of every task scores 1 and doing nothing scores 0, every time."""
+    if not directory.is_dir():
+        raise UserError(f"{directory} is not a directory.")
+    directories = registry.task_directories(directory)
+    with Progress(console=_console, transient=True) as progress:
+        bar = progress.add_task("checking", total=len(directories) * 2 * repeats)
+        reports = asyncio.run(
+            checking.check_all(directories, LocalBackend(), repeats, parallel, lambda: progress.advance(bar))
+        )
+    table = Table()
+    for heading in ("task", "solution", "doing nothing", "verdict"):
+        table.add_column(heading, overflow="fold")
+    for report in reports:
+        colour = "green" if report.sound else "red"
+        table.add_row(
+            report.name,
+            report.solution.summary,
+            report.nothing.summary,
+            f"[{colour}]{report.verdict}[/{colour}]",
+        )
+    _console.print(table)
+    unsound = [report.name for report in reports if not report.sound]
+    if unsound:
+        _console.print(
+            f"{len(unsound)} of {len(reports)} tasks are not sound: {', '.join(unsound)}", style="red"
+        )
+        raise typer.Exit(1)
+    _console.print(f"All {len(reports)} tasks are sound.", style="green")
+
+
+@command.command()
+def reap() -> None:
+    """Destroy the local sandboxes that drivers left behind when they were killed."""
+    done = reaper.reap(default_root(), cgroups.detect())
+    for name, reason in done.failed.items():
+        _console.print(f"could not destroy {name}: {reason}", style="red")
+    _console.print(f"Destroyed {len(done.destroyed)} sandboxes of dead drivers under {default_root()}.")
+    if done.failed:
+        raise typer.Exit(1)
