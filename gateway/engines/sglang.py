@@ -24,9 +24,7 @@ from titogym.gateway.engines.base import (
     SamplingParams,
     VersionSpan,
 )
-
-# SGLang keeps this many tokens of a request's room free beyond the longest prompt that it takes.
-_ROOM_AFTER_LONGEST_PROMPT = 4
+from titogym.gateway.engines.wire import engine_info, error_message
 
 
 class SGLangEngine:
@@ -40,7 +38,7 @@ class SGLangEngine:
             # Every episode in flight holds a connection: a cap would make them wait unseen.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         )
-        self._context_length: int | None = None
+        self._server_info: dict[str, Any] | None = None
 
     async def generate(
         self, input_ids: Sequence[int], params: SamplingParams, *, rid: str, stream: bool
@@ -66,7 +64,7 @@ class SGLangEngine:
                 "POST", "/generate", content=body, headers={"content-type": "application/json"}
             ) as response:
                 if response.status_code != 200:
-                    raise _refusal(_message(await response.aread()), response.status_code)
+                    raise _refusal(error_message(await response.aread()), response.status_code)
                 seen = 0
                 async for event in _events(response) if stream else _whole(response):
                     chunk = _chunk(event, seen)
@@ -93,11 +91,9 @@ class SGLangEngine:
         await self._request("POST", "/abort_request", {"rid": rid}, timeout=5.0)
 
     async def info(self) -> EngineInfo:
-        model = await self._request("GET", "/model_info")
-        if self._context_length is None:
-            server = await self._request("GET", "/server_info")
-            self._context_length = server["max_req_input_len"] + _ROOM_AFTER_LONGEST_PROMPT
-        return EngineInfo(model["model_path"], self._context_length, model["weight_version"])
+        if self._server_info is None:  # does not change while the server runs
+            self._server_info = await self._request("GET", "/server_info")
+        return engine_info(await self._request("GET", "/model_info"), self._server_info)
 
     async def healthy(self) -> bool:
         """Whether the server answers.
@@ -122,7 +118,7 @@ class SGLangEngine:
         except httpx.HTTPError as error:
             raise EngineError(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
         if response.status_code != 200:
-            raise EngineError(f"{path}: {_message(response.content)}", response.status_code)
+            raise EngineError(f"{path}: {error_message(response.content)}", response.status_code)
         return orjson.loads(response.content) if response.content else None
 
 
@@ -208,16 +204,6 @@ def _finish(meta: dict[str, Any], total: int) -> Finish:
             "dp_rank": meta.get("dp_rank"),
         },
     )
-
-
-def _message(content: bytes) -> str:
-    """The sentence in an error response, whose shape differs between SGLang's endpoints."""
-    try:
-        body = orjson.loads(content)
-        found = body.get("error") or body.get("message") or body.get("detail") or body
-        return str(found.get("message", found) if isinstance(found, dict) else found)
-    except (orjson.JSONDecodeError, AttributeError):
-        return content.decode(errors="replace")[:500]
 
 
 def _refusal(message: str, status: int | None) -> EngineError:
