@@ -67,6 +67,15 @@ _IGNORED = {
     "prediction": "the engine has no use for a predicted output",
     "verbosity": "the model's template has no such setting",
     "store": "the session stores every turn",
+    "metadata": "a session is labelled when it is created",
+    "user": "a session has one user",
+    "safety_identifier": "a session has one user",
+    "service_tier": "there is one tier",
+    "moderation": "there is no moderation",
+    **dict.fromkeys(
+        ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        "a session's prefix is cached on its engine anyway",
+    ),
 }
 _SAMPLING = (
     "temperature",
@@ -277,7 +286,8 @@ def _message(item: Any, where: str) -> Message:
     if role == "tool":
         call = _text(item.get("tool_call_id"), f"{where}.tool_call_id")
         if not call:
-            raise RequestError(f"{where}.tool_call_id must name the call that it answers.", param=where)
+            param = f"{where}.tool_call_id"
+            raise RequestError(f"{param} must name the call that it answers.", param=param)
         return Message(
             role=role, content=content, tool_call_id=call, name=_text(item.get("name"), f"{where}.name")
         )
@@ -308,7 +318,7 @@ def _tool_calls(value: Any, where: str) -> tuple[ToolCall, ...]:
     for i, item in enumerate(value):
         function = item.get("function") if isinstance(item, dict) else None
         if not isinstance(function, dict):
-            raise RequestError(f"{where}[{i}] must be an object with a function.", param=where)
+            raise RequestError(f"{where}[{i}] must be an object with a function.", param=f"{where}[{i}]")
         arguments = function.get("arguments")
         calls.append(
             ToolCall(

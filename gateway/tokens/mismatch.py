@@ -6,7 +6,7 @@ has one of four types and a probable cause.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import accumulate
@@ -46,13 +46,13 @@ def compare(assets: ModelAssets, leaf: Node) -> list[Mismatch]:
         rendered = assets.encode(conversation, leaf.prefix, add_generation_prompt=False)
     except RenderError as error:
         return [Mismatch("non_assistant_text", 0, 0, [], [], "", "", f"the template refuses it: {error}")]
-    actual = _closed(assets, leaf)
+    actual = closed_row(assets, leaf)
     if actual == rendered:
         return []
     return _Comparison(assets, nodes, conversation, actual, rendered).mismatches()
 
 
-def _closed(assets: ModelAssets, leaf: Node) -> list[int]:
+def closed_row(assets: ModelAssets, leaf: Node) -> list[int]:
     """The row with what the template writes behind its last answer."""
     sampled = leaf.generation.output_ids
     joint = seam(sampled, assets.closer_ids, (), assets.opener_ids, len(sampled))
@@ -80,54 +80,50 @@ class _Comparison:
         self._ends: dict[int, int] = {}  # messages -> characters of their rendering
 
     def mismatches(self) -> list[Mismatch]:
-        actual, rendered = _pieces(self._actual, self._control), _pieces(self._rendered, self._control)
-        marks = [
-            [tokens[start] if start >= 0 else -1 for start, _ in pieces]
-            for tokens, pieces in ((self._actual, actual), (self._rendered, rendered))
-        ]
-        found: list[Mismatch] = []
-        for tag, a0, a1, r0, r1 in SequenceMatcher(None, marks[0], marks[1], autojunk=False).get_opcodes():
-            if tag == "equal":
-                for ours, theirs in zip(actual[a0:a1], rendered[r0:r1], strict=True):
-                    self._text(ours, theirs, found)
-            elif a1 - a0 == r1 - r0:
-                for ours, theirs in zip(actual[a0:a1], rendered[r0:r1], strict=True):
-                    self._special(
-                        "special_token_type",
-                        (max(ours[0], 0), ours[1]),
-                        (max(theirs[0], 0), theirs[1]),
-                        found,
-                    )
-            else:
-                ours = _span(actual, a0, a1, len(self._actual))
-                theirs = _span(rendered, r0, r1, len(self._rendered))
-                self._special("special_token_count", ours, theirs, found)
-        return found
+        return [found for region in self._regions() if (found := self._mismatch(*region)) is not None]
 
-    def _text(self, ours: tuple[int, int], theirs: tuple[int, int], found: list[Mismatch]) -> None:
-        """Compare the text of two pieces that begin with the same mark."""
-        a, r = self._actual[ours[0] + 1 : ours[1]], self._rendered[theirs[0] + 1 : theirs[1]]
+    def _regions(self) -> Iterator[tuple[int, int, int, int]]:
+        """Spans (start and end in the row, then in the rendering) that differ."""
+        ours, theirs = _pieces(self._actual, self._control), _pieces(self._rendered, self._control)
+        marks = [self._mark(self._actual, piece) for piece in ours]
+        others = [self._mark(self._rendered, piece) for piece in theirs]
+        a = r = 0
+        for a0, r0, size in _blocks(marks, others):
+            if a < a0 or r < r0:  # other marks here; the text ahead of them belongs to the difference
+                start, other = max(a - 1, 0), max(r - 1, 0)
+                yield ours[start][0], ours[a0 - 1][1], theirs[other][0], theirs[r0 - 1][1]
+            follows = a0 + size < len(ours) or r0 + size < len(theirs)
+            for mine, its in zip(
+                ours[a0 : a0 + size - follows], theirs[r0 : r0 + size - follows], strict=True
+            ):
+                yield *mine, *its
+            a, r = a0 + size, r0 + size
+
+    def _mark(self, tokens: list[int], piece: tuple[int, int]) -> int:
+        start, end = piece
+        return tokens[start] if start < end and tokens[start] in self._control else -1
+
+    def _mismatch(self, a0: int, a1: int, r0: int, r1: int) -> Mismatch | None:
+        a, r = self._actual[a0:a1], self._rendered[r0:r1]
         if a == r:
-            return
+            return None
         head = _shared(a, r)
         tail = _shared(a[head:][::-1], r[head:][::-1])
-        at, then = ours[0] + 1 + head, theirs[0] + 1 + head
         a, r = a[head : len(a) - tail], r[head : len(r) - tail]
-        message = self._message_at(then)
-        role = self._conversation[message].role
-        kind: MismatchType = "assistant_text" if role == "assistant" else "non_assistant_text"
-        found.append(self._mismatch(kind, message, at, a, r))
+        message = self._message_at(r0 + head)
+        kind = self._kind(a, r, message)
+        ours, theirs = self._assets.tokenizer.decode(a), self._assets.tokenizer.decode(r)
+        return Mismatch(
+            kind, message, a0 + head, a, r, ours, theirs, self._cause(kind, message, ours == theirs)
+        )
 
-    def _special(
-        self, kind: MismatchType, ours: tuple[int, int], theirs: tuple[int, int], found: list[Mismatch]
-    ) -> None:
-        a, r = self._actual[slice(*ours)], self._rendered[slice(*theirs)]
-        found.append(self._mismatch(kind, self._message_at(theirs[0]), ours[0], a, r))
-
-    def _mismatch(self, kind: MismatchType, message: int, at: int, a: list[int], r: list[int]) -> Mismatch:
-        decode = self._assets.tokenizer.decode
-        ours, theirs = decode(a), decode(r)
-        return Mismatch(kind, message, at, a, r, ours, theirs, self._cause(kind, message, ours == theirs))
+    def _kind(self, a: list[int], r: list[int], message: int) -> MismatchType:
+        ours, theirs = ([token for token in side if token in self._control] for side in (a, r))
+        if len(ours) != len(theirs):
+            return "special_token_count"
+        if ours != theirs:
+            return "special_token_type"
+        return "assistant_text" if self._conversation[message].role == "assistant" else "non_assistant_text"
 
     def _cause(self, kind: MismatchType, message: int, same_text: bool) -> str:
         node = self._answers.get(message)
@@ -178,14 +174,19 @@ def rewritten(stored: Message, replayed: Message) -> list[str]:
 
 
 def _pieces(tokens: Sequence[int], control: frozenset[int]) -> list[tuple[int, int]]:
-    """Spans that each begin with a control token; the first, (-1, n), holds what stands ahead of them all."""
-    marks = [-1, *(i for i, token in enumerate(tokens) if token in control)]
+    """Spans that each begin with a control token, and ahead of them one with what comes before, if empty."""
+    marks = [0, *(i for i, token in enumerate(tokens) if token in control)]
     return list(zip(marks, [*marks[1:], len(tokens)], strict=True))
 
 
-def _span(pieces: Sequence[tuple[int, int]], first: int, last: int, end: int) -> tuple[int, int]:
-    start = pieces[first][0] if first < len(pieces) else end
-    return max(start, 0), pieces[last - 1][1] if last > first else max(start, 0)
+def _blocks(a: list[int], b: list[int]) -> list[tuple[int, int, int]]:
+    """Matching runs of `a` and `b` as (start in `a`, start in `b`, length), with an empty one at the end."""
+    head = _shared(a, b)
+    tail = _shared(a[head:][::-1], b[head:][::-1])
+    middle = SequenceMatcher(None, a[head : len(a) - tail], b[head : len(b) - tail], autojunk=False)
+    blocks = [(0, 0, head)]
+    blocks += [(head + i, head + j, size) for i, j, size in middle.get_matching_blocks()[:-1]]
+    return [*blocks, (len(a) - tail, len(b) - tail, tail), (len(a), len(b), 0)]
 
 
 def _shared(a: Sequence[int], b: Sequence[int]) -> int:
