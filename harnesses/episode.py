@@ -269,14 +269,16 @@ class _Episode:
 
     def _explain(self, seen: Mapping[str, Any]) -> None:
         """Why an agent program really ended: it has only an exit status, the session knows the cause."""
-        error = seen["last_error"]
-        if error is None or self.result.outcome not in ("finished", "crashed"):
+        result, error, most = self.result, seen["last_error"], self._task.limits.tokens
+        if result.outcome not in ("finished", "crashed"):
             return
-        outcome = _SESSION_CAUSES.get(seen["exhausted"] or error["code"])
-        if outcome == "engine_error" and self.result.outcome == "finished":
-            return  # it went on after the engine had failed
-        if outcome is not None:
-            self.result.outcome, self.result.error = outcome, error["message"]
+        if error is not None:
+            outcome = _SESSION_CAUSES.get(seen["exhausted"] or error["code"])
+            # A program that finished has got over its engine's failure.
+            if outcome is not None and (result.outcome, outcome) != ("finished", "engine_error"):
+                result.outcome, result.error = outcome, error["message"]
+        elif most is not None and seen["sampled_tokens"] >= most and seen["tree"][-1]["finish"] == "length":
+            result.outcome, result.error = "token_limit", f"The agent sampled its limit of {most} tokens."
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
