@@ -76,6 +76,20 @@ def host() -> Host:
     return Host(bwrap, options, python, _in_usr("bash") or "/bin/sh", (major, minor) >= (5, 14))
 
 
+def probe(user: int | None) -> None:
+    """Try whether namespaces can be made at all. Raises `UserError` with what to change."""
+    line = [host().bwrap, "--unshare-user", "--unshare-pid", "--unshare-net", "--ro-bind", "/", "/"]
+    line += ["--proc", "/proc", "--dev", "/dev", "--", "/bin/sh", "-c", "true"]
+    tried = subprocess.run(line if user is None else as_user(line, user, {}), capture_output=True, text=True)
+    if tried.returncode != 0:
+        raise UserError(
+            f"This machine does not let a sandbox have namespaces (bubblewrap: {tried.stderr.strip()}). On "
+            "Debian set `sysctl kernel.unprivileged_userns_clone=1`, on Ubuntu `sysctl "
+            "kernel.apparmor_restrict_unprivileged_userns=0`, in a container start it with "
+            "`--security-opt seccomp=unconfined --security-opt systempaths=unconfined`."
+        )
+
+
 def make_root(root: Path, *, workdir: str, network: bool, user: int | None) -> None:
     """Lay out a fresh root directory: empty but for what programs expect of a system.
 

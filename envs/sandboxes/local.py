@@ -91,6 +91,7 @@ class LocalBackend:
                         f"Sandboxes cannot live in {self.root}: their users may not enter {directory}; "
                         "set TITOGYM_SANDBOXES to a directory that everybody may enter."
                     )
+        bubblewrap.probe(_FIRST_USER if _user_of_its_own() else None)
         reaper.reap(self.root, self.hierarchies)
 
 
@@ -221,8 +222,10 @@ class LocalSandbox:
     async def _destroy(self) -> None:
         self._destroyed = True
         self._backend.storage.discard(self)
-        await self.kill_processes()
-        await asyncio.to_thread(reaper.remove, self._backend.root, self._backend.hierarchies, self.id)
+        try:
+            await self.kill_processes()
+        finally:
+            await asyncio.to_thread(reaper.remove, self._backend.root, self._backend.hierarchies, self.id)
 
     def _lay_out(self, read_only: Mapping[str, Path | Mapping[str, str]]) -> None:
         """Everything on disk; the directory's name already says who owns it."""
@@ -332,7 +335,7 @@ def _hand_over(old: Path, new: Path, workdir: str) -> list[str]:
                 remarks.append(f"/{entry} was no longer a directory")
                 continue
             shutil.rmtree(new / entry)
-        os.rename(old / entry, new / entry)
+        _move(old / entry, new / entry)
     path = new
     for part in Path(workdir.lstrip("/")).parts:
         path /= part
@@ -343,6 +346,17 @@ def _hand_over(old: Path, new: Path, workdir: str) -> list[str]:
             os.chown(path, new.stat().st_uid, new.stat().st_gid)
         os.chmod(path, path.stat().st_mode | 0o700)
     return remarks
+
+
+def _move(source: Path, target: Path) -> None:
+    """Rename, though the agent may have taken away the right to write that moving a directory needs."""
+    try:
+        os.rename(source, target)
+    except PermissionError:
+        mode = stat.S_IMODE(source.lstat().st_mode)
+        os.chmod(source, mode | stat.S_IRWXU)
+        os.rename(source, target)
+        os.chmod(target, mode)
 
 
 def _is_directory(path: Path) -> bool:

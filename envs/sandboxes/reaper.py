@@ -52,7 +52,8 @@ def remove(root: Path, hierarchies: tuple[cgroups.Hierarchy, ...], name: str) ->
     if not cgroups.destroy(hierarchies, name):
         raise SandboxError(f"The control group of sandbox {name} is still busy.")
     directory = root / name
-    shutil.rmtree(directory, ignore_errors=True)
+    with suppress(RecursionError):
+        shutil.rmtree(directory, ignore_errors=True)
     if directory.exists():  # modes that shut out their owner, or a tree too deep for Python
         subprocess.run(["chmod", "-R", "u+rwx", str(directory)], capture_output=True)
         subprocess.run(["rm", "-rf", "--one-file-system", str(directory)], capture_output=True)

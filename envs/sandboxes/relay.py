@@ -9,6 +9,7 @@ import asyncio
 import socket
 
 _CHUNK = 1 << 16
+_RETRY = 0.1  # s
 
 
 class Relay:
@@ -37,7 +38,11 @@ class Relay:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            inside, _ = await loop.sock_accept(self._listener)
+            try:
+                inside, _ = await loop.sock_accept(self._listener)
+            except OSError:  # no descriptor is free just now
+                await asyncio.sleep(_RETRY)
+                continue
             task = loop.create_task(self._serve(inside))
             self._connections.add(task)
             task.add_done_callback(self._connections.discard)
