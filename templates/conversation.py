@@ -8,11 +8,15 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One function call of an assistant message. `arguments` is JSON text, exactly as it was written."""
+    """One function call of an assistant message. `arguments` is JSON text, exactly as it was written.
+
+    `id` is what clients know the call by; `native_id` is the model's own, where its family writes ids.
+    """
 
     id: str
     name: str
     arguments: str
+    native_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

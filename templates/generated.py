@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from titogym.templates.conversation import Message, Prefix, Role, ToolCall
+from titogym.templates.family import Family
 from titogym.templates.model import ModelAssets
 from titogym.templates.render import RenderError
 
@@ -102,10 +103,14 @@ def _messages(
     family = assets.family
     messages = [Message("system", rng.choice(texts))] if rng.random() < 0.5 else []
     messages.append(Message("user", rng.choice(texts)))
+    number = 0  # of the next call
     while len(messages) < length:
         calls = rng.choice((0, 0, 1, 1, 2, 3)) if family.tool_calls else 0
         reasoning = rng.choice(texts) if reasons and rng.random() < 0.6 else ""
-        issued = tuple(_call(rng, texts, f"call_{len(messages)}_{n}") for n in range(calls))
+        issued = tuple(
+            _call(rng, texts, f"call_{len(messages)}_{n}", family, number + n) for n in range(calls)
+        )
+        number += calls
         messages.append(Message("assistant", rng.choice(texts), reasoning, issued))
         # Results may come in another order than their calls.
         for call in rng.sample(issued, len(issued)):
@@ -114,7 +119,9 @@ def _messages(
     return messages[:length]
 
 
-def _call(rng: random.Random, texts: tuple[str, ...], call_id: str) -> ToolCall:
+def _call(rng: random.Random, texts: tuple[str, ...], call_id: str, family: Family, number: int) -> ToolCall:
     values = rng.sample([*_VALUES, *texts], rng.randint(0, 3))
     arguments = json.dumps({f"key{n}": value for n, value in enumerate(values)}, ensure_ascii=False)
-    return ToolCall(call_id, rng.choice(("bash", "read_file")), arguments)
+    name = rng.choice(("bash", "read_file"))
+    ids = family.tool_calls.ids if family.tool_calls else ""
+    return ToolCall(call_id, name, arguments, ids.format(name=name, number=number))

@@ -24,9 +24,17 @@ class ModelAssets:
     context_length: int | None  # tokens of prompt and output together; None where the folder does not say
     closer_ids: tuple[int, ...]
     stop_ids: frozenset[int]  # tokens that end a turn
+    control_ids: frozenset[int]  # tokens that only templates and models write
     # Stop tokens that are no part of the closer: at a row's end they stay only where the next message
     # begins with them (see `seam`).
     opener_ids: frozenset[int]
+    call_closer_ids: tuple[int, ...] = ()  # in place of `closer_ids` after calls; () where it is the same
+
+    def closing(self, answer: Message) -> tuple[tuple[int, ...], frozenset[int]]:
+        """The closer of this assistant message, and the stop tokens that are no part of it."""
+        if not (answer.tool_calls and self.call_closer_ids):
+            return self.closer_ids, self.opener_ids
+        return self.call_closer_ids, self.stop_ids.difference(self.call_closer_ids)
 
     def encode(
         self, messages: Sequence[Message], prefix: Prefix, *, add_generation_prompt: bool
@@ -57,15 +65,17 @@ def load_model_assets(
 def assemble(model_dir: Path, family: Family, tokenizer: Tokenizer, renderer: Renderer) -> ModelAssets:
     """Join the parts. Raises `UserError` when the tokenizer lacks a token that the family ends turns with."""
     closer_ids = tuple(tokenizer.encode_inside(family.closer))
-    stop_ids = set()
+    control_ids, stop_ids = set(tokenizer.special_ids), set()
     for text in family.control_texts:
         token_id = tokenizer.token_to_id(text)
         if token_id is None:
             raise UserError(
-                f"Family {family.name} ends turns with {text}, which the tokenizer of {model_dir} does not "
-                "have as a token; choose another --family."
+                f"Family {family.name} {'writes' if text in family.tokens else 'ends turns with'} {text}, which "
+                f"the tokenizer of {model_dir} does not have as a token; choose another --family."
             )
-        stop_ids.add(token_id)
+        control_ids.add(token_id)
+        if text not in family.tokens:
+            stop_ids.add(token_id)
     return ModelAssets(
         model_dir=model_dir,
         family=family,
@@ -74,7 +84,9 @@ def assemble(model_dir: Path, family: Family, tokenizer: Tokenizer, renderer: Re
         context_length=published.context_length(model_dir),
         closer_ids=closer_ids,
         stop_ids=frozenset(stop_ids),
+        control_ids=frozenset(control_ids),
         opener_ids=frozenset(stop_ids.difference(closer_ids)),
+        call_closer_ids=tuple(tokenizer.encode_inside(family.call_closer)),
     )
 
 

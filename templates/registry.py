@@ -59,7 +59,12 @@ def resolve(model_dir: Path, name: str | None = None) -> Family:
 
 def _fits(signs: Signs, template: str | None, architectures: tuple[str, ...]) -> bool:
     right_model = not architectures or not set(architectures).isdisjoint(signs.architectures)
-    return right_model and template is not None and all(part in template for part in signs.template)
+    return (
+        right_model
+        and template is not None
+        and all(part in template for part in signs.template)
+        and not any(part in template for part in signs.absent)
+    )
 
 
 def _dotted(name: str) -> Family:

@@ -1,7 +1,7 @@
 """Conversations to text: a family's Jinja template in a sandbox, compiled once."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from titogym.errors import UserError
-from titogym.templates.conversation import Message, Prefix
+from titogym.templates.conversation import Message, Prefix, Role, ToolCall
 from titogym.templates.family import Family
 from titogym.templates.literal import JOINT, Guard, segments
 
@@ -41,6 +41,7 @@ class Renderer:
         self.family = family
         self._guard = guard
         self.published = published is not None
+        self._markup = family.tool_calls is not None and family.tool_calls.kind == "markup"
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -67,7 +68,7 @@ class Renderer:
         variables = {
             **self._guard.value(prefix.kwargs),
             "joint": JOINT,
-            "messages": [self._plain(message) for message in messages],
+            "messages": self._plain_all(messages),
             "tools": self._guard.value(prefix.tools) or None,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -76,15 +77,34 @@ class Renderer:
         except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise RenderError(f"the {self.family.name} template refused the conversation: {error}") from error
 
-    def opener(self, prefix: Prefix) -> str:
-        """What the template writes to open an assistant message under these template arguments."""
+    def opener(self, prefix: Prefix, *, after: Role = "user") -> str:
+        """What the template writes to open an assistant message behind one of role `after`."""
         asked = [Message("user", "x")]
+        if after == "tool":
+            asked += [Message("assistant", "x", tool_calls=(_CALL,)), Message("tool", "x", tool_call_id=_CALL.id)]
         kwargs = Prefix(kwargs=prefix.kwargs)
         closed = self.render(asked, kwargs, add_generation_prompt=False)
         return self.render(asked, kwargs, add_generation_prompt=True).removeprefix(closed)
 
-    def _plain(self, message: Message) -> dict[str, Any]:
-        """The message as templates in Hugging Face format read it; what is absent has no key."""
+    def _plain_all(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """The messages as templates in Hugging Face format read them; what is absent has no key.
+
+        Where the family writes ids, calls and results carry the family's; a result also carries the name
+        of the function that it comes from (`call_name`).
+        """
+        ids = self.family.tool_calls.ids if self.family.tool_calls and not self.published else ""
+        known: dict[str, tuple[str, str]] = {}  # the client's id of a call: id to write, name
+        count = 0
+        plain = []
+        for message in messages:
+            for call in message.tool_calls:
+                written = call.native_id or ids.format(name=call.name, number=count)
+                known[call.id] = (written if ids else call.id, call.name)
+                count += 1
+            plain.append(self._plain(message, known))
+        return plain
+
+    def _plain(self, message: Message, known: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
         text = self._guard.text
         plain: dict[str, Any] = {"role": message.role, "content": text(message.content)}
         if message.reasoning:
@@ -92,26 +112,34 @@ class Renderer:
         if message.tool_calls:
             plain["tool_calls"] = [
                 {
-                    "id": text(call.id),
+                    "id": text(known[call.id][0]),
                     "type": "function",
                     "function": {"name": text(call.name), "arguments": self._arguments(call.arguments)},
                 }
                 for call in message.tool_calls
             ]
         if message.tool_call_id:
-            plain["tool_call_id"] = text(message.tool_call_id)
+            call_id, name = known.get(message.tool_call_id, (message.tool_call_id, message.name))
+            plain["tool_call_id"] = text(call_id)
+            plain["call_name"] = text(name)
         if message.name:
             plain["name"] = text(message.name)
         return plain
 
     def _arguments(self, arguments: str) -> Any:
-        """Our templates write arguments as they were written; published ones expect the parsed object."""
-        if self.published:
+        """Our templates write arguments as they were written; published ones expect the parsed object,
+        and so do ours where each argument is marked up. What is no JSON object stays text."""
+        if self.published or self._markup:
             try:
-                return self._guard.value(json.loads(arguments or "{}"))
-            except ValueError:
-                pass
+                value = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                value = None
+            if self.published and value is not None or isinstance(value, dict):
+                return self._guard.value(value)
         return self._guard.text(arguments) or "{}"
+
+
+_CALL = ToolCall("x", "x", "{}")
 
 
 def _to_json(

@@ -115,7 +115,7 @@ def _history(
         )
         yield "append-only tokens", _prefix(f"the tokens up to {where}", closed, whole)
         yield "opener", _prefix(f"{where} and the prompt that asks for it", opened, closed)
-        closer = assets.closer_ids
+        closer, _ = assets.closing(messages[index])
         yield "closer", _equal(f"the end of {where}", closer, closed[len(closed) - len(closer) :])
     yield "typed control text", _typed(assets, messages, prefix, whole)
     decoded = assets.tokenizer.decode(whole)
@@ -137,7 +137,8 @@ def _seams(
     for index, following in pairwise([*_answers(messages), len(messages)]):
         opened = assets.encode(messages[:index], prefix, add_generation_prompt=True)
         closed = assets.encode(messages[: index + 1], prefix, add_generation_prompt=False)
-        body = closed[: len(closed) - len(assets.closer_ids)]
+        closer, openers = assets.closing(messages[index])
+        body = closed[: len(closed) - len(closer)]
         expected = assets.encode(messages[:following], prefix, add_generation_prompt=True)
         added = suffix(
             assets.renderer,
@@ -148,7 +149,7 @@ def _seams(
         )
         for stop in (None, *sorted(assets.stop_ids)):
             row = body if stop is None else [*body, stop]
-            joined = seam(row, assets.closer_ids, added, assets.opener_ids, sampled=len(row) - len(opened))
+            joined = seam(row, closer, added, openers, sampled=len(row) - len(opened))
             found = [*row[: len(row) - joined.trim], *joined.append]
             ended = "cut by length" if stop is None else f"ended by {assets.tokenizer.decode([stop])}"
             detail = f"what follows message {index + 1} (assistant), {ended}"
@@ -163,7 +164,7 @@ def _typed(
     assets: ModelAssets, messages: Sequence[Message], prefix: Prefix, whole: Sequence[int]
 ) -> _Failure | None:
     """The same conversation with every text replaced by "x" shows how many control tokens there should be."""
-    control = assets.tokenizer.special_ids | assets.stop_ids
+    control = assets.control_ids
     outline = assets.encode(
         [_outline(message) for message in messages],
         Prefix(tuple({"type": "function", "function": {"name": "x"}} for _ in prefix.tools), prefix.kwargs),
