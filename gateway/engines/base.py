@@ -62,6 +62,7 @@ class EngineInfo:
     model_path: str
     context_length: int  # most tokens of prompt + output
     weight_version: str
+    tensor_parallel: int = 1  # ranks that share the weights
 
 
 class EngineError(Exception):

@@ -53,26 +53,30 @@ class EngineControl:
         self._call("POST", "/continue_generation", {})
 
     def flush_cache(self) -> None:
-        """Drop every cached prefix. Refused while requests are running; fine while they are retracted."""
-        self._call("POST", "/flush_cache")
+        """Drop every cached prefix. Refused when requests still run after 5 s; fine while retracted."""
+        self._call("POST", "/flush_cache?timeout=5")
 
     @contextmanager
     def weight_update(self) -> Iterator[None]:
-        """The bracket that `update_from_distributed` calls must stand in.
+        """The bracket that `update_from_distributed` calls must stand in."""
+        self.begin_weight_update()
+        try:
+            yield
+        finally:
+            self.end_weight_update()
 
-        A bracket that a trainer left open when it died is closed first.
-        """
+    def begin_weight_update(self) -> None:
+        """Open the bracket. One that a trainer left open when it died is closed first."""
         try:
             self._call("POST", "/begin_weight_update", {})
         except EngineError as error:
             if "already open" not in str(error):
                 raise
-            self._call("POST", "/end_weight_update", {})
+            self.end_weight_update()
             self._call("POST", "/begin_weight_update", {})
-        try:
-            yield
-        finally:
-            self._call("POST", "/end_weight_update", {})
+
+    def end_weight_update(self) -> None:
+        self._call("POST", "/end_weight_update", {})
 
     def init_update_group(
         self,
@@ -110,9 +114,11 @@ class EngineControl:
         group: str,
         version: str | None = None,
         flush_cache: bool = True,
+        flattened: bool = False,
     ) -> None:
         """Receive tensors, which rank 0 of `group` broadcasts meanwhile in this order, under their HF names.
 
+        One broadcast per tensor, or with `flattened` one for all: their bytes, end to end, as uint8.
         `dtypes` are torch's names ("float32", "bfloat16"). `version` becomes the weight version with this
         call, so give it with the last tensors of an update. Call while paused, inside `weight_update`.
         """
@@ -123,11 +129,15 @@ class EngineControl:
             "group_name": group,
             "flush_cache": flush_cache,
             "weight_version": version,
+            "load_format": "flattened_bucket" if flattened else None,
         }
         self._call("POST", "/update_weights_from_distributed", body)
 
     def update_from_disk(self, path: str, version: str) -> None:
-        """Load every weight from a directory in Hugging Face format that the server can read."""
+        """Load every weight from a directory in Hugging Face format that the server can read.
+
+        Call while paused: the cache of the old weights is dropped, which running requests would prevent.
+        """
         self._call("POST", "/update_weights_from_disk", {"model_path": path, "weight_version": version})
 
     def set_weight_version(self, version: str) -> None:

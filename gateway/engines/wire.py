@@ -20,6 +20,7 @@ def engine_info(model_info: dict[str, Any], server_info: dict[str, Any]) -> Engi
         model_path=model_info["model_path"],
         context_length=server_info["max_req_input_len"] + _ROOM_AFTER_LONGEST_PROMPT,
         weight_version=model_info["weight_version"],
+        tensor_parallel=server_info["tp_size"],
     )
 
 
