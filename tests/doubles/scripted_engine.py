@@ -358,6 +358,7 @@ class ScriptedEngine:
                     "context_length": self.context_length,
                     "max_total_num_tokens": 16 * self.context_length,
                     "max_req_input_len": self.context_length - 6,
+                    "tp_size": 1,
                     "incremental_streaming_output": self.incremental,
                     "version": "0.5.23",
                 }

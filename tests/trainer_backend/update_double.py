@@ -43,17 +43,14 @@ class Double:
             if self.fault["fault"] == "hang":
                 time.sleep(3600)
             return 400, {"success": False, "message": "refused on purpose"}
-        name = path.strip("/")
+        name = path.strip("/").partition("?")[0]
         return getattr(self, name)(body or {}) or (200, {"success": True, "message": "ok"})
 
     def server_info(self, body):
-        return 200, {"tp_size": 1, "weight_version": self.version, "max_total_num_tokens": 1, "version": "0"}
+        return 200, {"tp_size": 1, "max_req_input_len": 100}
 
     def model_info(self, body):
-        return 200, {"model_path": "m", "weight_version": self.version, "context_length": 1}
-
-    get_model_info = model_info
-    get_server_info = server_info
+        return 200, {"model_path": "m", "weight_version": self.version}
 
     def init_weights_update_group(self, body):
         rank, size, name = body["rank_offset"], body["world_size"], body["group_name"]

@@ -21,7 +21,6 @@ from titogym.trainer.batch import TrainBatch
 from titogym.trainer.sft import Example, Report, SftConfig
 from titogym.trainer.weights.settings import BroadcastSettings
 
-
 _LAST_WORDS = 5.0  # seconds between the pipe's end and the process's, after which it is ended
 
 

@@ -13,7 +13,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -30,11 +30,9 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.distributed.rendezvous import rendezvous
 
-from titogym.gateway.engines.base import EngineError
 from titogym.gateway.engines.control import EngineControl
 from titogym.processes import free_port
 from titogym.trainer.weights.settings import BroadcastSettings
-
 
 T = TypeVar("T")
 
@@ -88,19 +86,19 @@ class WeightBroadcast:
 
     def connect(self) -> None:
         """Form the group: this process as rank 0, then every engine's tensor-parallel ranks in order."""
-        sizes = self._every(lambda engine: engine.info().tp_size)
+        sizes = self._every(lambda engine: engine.info().tensor_parallel)
         world = 1 + sum(sizes)
         address = _address_towards(self._engines[0].url)
         port = free_port(address)
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        backend: Literal["gloo", "nccl"] = "nccl" if torch.cuda.is_available() else "gloo"
 
         def ask(engine: EngineControl) -> None:
             engine.init_update_group(
-                master_address=address,
-                master_port=port,
+                address,
+                port,
                 rank_offset=1 + sum(sizes[: self._engines.index(engine)]),
                 world_size=world,
-                group_name=self._name,
+                group=self._name,
                 backend=backend,
             )
 
@@ -126,10 +124,10 @@ class WeightBroadcast:
         with _timed(figures, "pause"):
             self._every(lambda engine: engine.pause(self._settings.mode))
         with _timed(figures, "transfer"):
-            self._every(_open_update)
+            self._every(lambda engine: engine.begin_weight_update())
             for number, bucket in enumerate(prepared, start=1):
                 self._send(group, bucket, version if number == len(prepared) else None)
-            self._every(lambda engine: engine.end_update())
+            self._every(lambda engine: engine.end_weight_update())
         with _timed(figures, "resume"):
             if self._settings.mode != "in_place":  # no key or value of old weights may serve the new ones
                 self._every(lambda engine: engine.flush_cache())
@@ -161,10 +159,10 @@ class WeightBroadcast:
                 bucket.names,
                 bucket.dtypes,
                 bucket.shapes,
-                group_name=self._name,
-                weight_version=version,
+                group=self._name,
+                version=version,
                 flush_cache=False,
-                load_format="flattened_bucket",
+                flattened=True,
             )
 
         asked = self._start(ask)
@@ -206,17 +204,6 @@ class WeightBroadcast:
         if len(done) < len(calls):
             raise WeightUpdateError(f"An engine did not answer within {self._settings.timeout:.0f} s")
         return [call.result() for call in calls]
-
-
-def _open_update(engine: EngineControl) -> None:
-    """Open the update; one that a trainer left open when it died is closed first."""
-    try:
-        engine.begin_update()
-    except EngineError as error:
-        if error.status is None:
-            raise
-        engine.end_update()
-        engine.begin_update()
 
 
 def _join(address: str, port: int, world_size: int, name: str, backend: str, timeout: float) -> ProcessGroup:

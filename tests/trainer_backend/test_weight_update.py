@@ -1,0 +1,235 @@
+"""Trainer and real SGLang: the same log-probs, every tensor after an update, requests across an update."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from tests.templates.models import CHATML, byte_level
+from tests.trainer_backend.models import SIZES
+from titogym.gateway.engines.base import Finish, SamplingParams
+from titogym.gateway.engines.control import EngineControl
+from titogym.gateway.engines.launch import EngineOptions, EngineProcess, launch
+from titogym.gateway.engines.sglang import SGLangEngine
+from titogym.trainer.backends.base import BackendSpec
+from titogym.trainer.backends.process import TrainerError, TrainerProcess
+from titogym.trainer.batch import TrainBatch
+from titogym.trainer.config import OptimizerConfig
+from titogym.trainer.weights.settings import BroadcastSettings
+
+pytestmark = [pytest.mark.train, pytest.mark.engine, pytest.mark.timeout(600)]
+VOCABULARY = 512
+CONFIG = SIZES | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": VOCABULARY,
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 2048,
+    "eos_token_id": 0,
+}
+
+
+@dataclass
+class World:
+    trainer: TrainerProcess
+    engine: EngineProcess
+    control: EngineControl
+    version: int
+
+    def publish(self) -> dict[str, float]:
+        self.version += 1
+        return self.trainer.publish_weights(self.version)
+
+    def change_weights(self) -> None:
+        """Steps large enough that the new weights are unmistakable."""
+        rng = np.random.default_rng(self.version)
+        for _ in range(3):
+            made = scored([(rng.integers(0, VOCABULARY, 64).tolist(), 1, [-6.0] * 63)])
+            made.advantages[0] *= rng.choice([-1.0, 1.0])
+            self.trainer.train_step(made)
+
+
+def scored(sequences: list[tuple[list[int], int, list[float]]], temperature: float = 1.0) -> TrainBatch:
+    """A batch of (tokens, prompt length, the engine's log-probs of the rest)."""
+    made = TrainBatch([], [], [], [], temperature=temperature)
+    for tokens, prompt, logprobs in sequences:
+        mask = np.zeros(len(tokens), dtype=np.float32)
+        mask[prompt:] = 1
+        made.tokens.append(np.asarray(tokens, dtype=np.int32))
+        made.loss_mask.append(mask)
+        made.rollout_logprobs.append(np.asarray([0.0] * prompt + logprobs, dtype=np.float32))
+        made.advantages.append(mask.copy())
+    return made
+
+
+def start(folder: Path, dtype: str) -> World:
+    """A random model, an engine that has read it from disk, and a trainer connected to the engine."""
+    spec = BackendSpec(optimizer=OptimizerConfig(lr=3e-3), dtype=dtype, threads=1)
+    trainer = TrainerProcess(spec, folder / "trainer.log")
+    tokenizer = folder / "tokenizer"
+    tokenizer.mkdir()
+    byte_level(CHATML).save(str(tokenizer / "tokenizer.json"))
+    (tokenizer / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    trainer.init_random(CONFIG, 0, tokenizer)
+    trainer.save_hf(folder / "model")
+    options = EngineOptions(str(folder / "model"), max_total_tokens=16384, seed=0)
+    engine = launch(options, folder / "engine.log")
+    trainer.connect_engines([engine.url], BroadcastSettings(timeout=60))
+    return World(trainer, engine, EngineControl(engine.url), version=0)
+
+
+def stop(world: World) -> None:
+    world.trainer.close()
+    world.engine.stop()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Iterator[World]:
+    made = start(tmp_path_factory.mktemp("float32"), "float32")
+    yield made
+    stop(made)
+
+
+async def sample(url: str, prompts: list[list[int]], n: int, temperature: float, on_chunk=lambda: None):
+    """Completions of all prompts at once: (ids, log-probs, finish) for each."""
+    engine = SGLangEngine(url)
+    params = SamplingParams(max_new_tokens=n, temperature=temperature, ignore_eos=True)
+
+    async def one(number: int, prompt: list[int]) -> tuple[list[int], list[float], Finish]:
+        ids: list[int] = []
+        logprobs: list[float] = []
+        async for chunk in engine.generate(prompt, params, rid=f"r{time.time_ns()}-{number}", stream=True):
+            ids += chunk.output_ids
+            logprobs += chunk.logprobs
+            on_chunk()
+            if chunk.finish is not None:
+                return ids, logprobs, chunk.finish
+        raise AssertionError("no finish")
+
+    try:
+        return await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(prompts)))
+    finally:
+        await engine.close()
+
+
+def prompts(count: int, seed: int) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCABULARY, rng.integers(5, 60)).tolist() for _ in range(count)]
+
+
+def gap(world: World, temperature: float) -> float:
+    """Mean |trainer - engine| over tokens that the engine has just sampled."""
+    asked = prompts(8, seed=1)
+    answers = asyncio.run(sample(world.engine.url, asked, 48, temperature))
+    made = scored(
+        [(p + ids, len(p), lp) for p, (ids, lp, _) in zip(asked, answers, strict=True)], temperature
+    )
+    recomputed = world.trainer.logprobs(made)
+    differences = [
+        np.abs(ours - theirs)[mask > 0]
+        for ours, theirs, mask in zip(recomputed, made.rollout_logprobs, made.loss_mask, strict=True)
+    ]
+    assert sum(map(len, differences)) == 8 * 48
+    return float(np.concatenate(differences).mean())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_agree_in_float32(world, temperature):
+    world.publish()
+    assert gap(world, temperature) <= 1e-4
+    world.change_weights()
+    assert gap(world, temperature) > 1e-2  # the engine has the old weights: the measure does see it
+    world.publish()
+    assert gap(world, temperature) <= 1e-4
+
+
+def test_every_tensor_arrives_over_noise(world, tmp_path):
+    control = world.control
+    world.change_weights()
+    world.trainer.save_hf(tmp_path)
+    control.update_from_disk(str(tmp_path), "from-disk")  # the engine's own loader is the witness
+    expected = control.weight_digests()
+    control.randomize_weights()
+    noise = control.weight_digests()
+    assert all(noise[name] != digest for name, digest in expected.items())
+    figures = world.publish()
+    arrived = control.weight_digests()
+    wrong = [name for name, digest in expected.items() if arrived[name] != digest]
+    assert not wrong
+    assert len(expected) >= 15
+    saved = load_file(tmp_path / "model.safetensors")
+    assert figures["publish/bytes"] == sum(tensor.nbytes for tensor in saved.values())
+    assert control.info().weight_version == str(world.version)
+
+
+def test_a_request_in_flight_goes_on_under_the_new_weights(world):
+    world.publish()
+    asked = prompts(3, seed=2)
+    old = world.version
+    total = 400
+
+    async def run():
+        begun = asyncio.Event()
+        seen = 0
+
+        def chunk():
+            nonlocal seen
+            seen += 1
+            if seen >= 60:
+                begun.set()
+
+        async def update():
+            await begun.wait()
+            await asyncio.to_thread(world.change_weights)
+            return await asyncio.to_thread(world.publish)
+
+        return await asyncio.gather(sample(world.engine.url, asked, total, 1.0, chunk), update())
+
+    answers, figures = asyncio.run(run())
+    new = world.version
+    assert new == old + 1
+    for _, _, finish in answers:
+        spans = [(span.start, span.end, span.version) for span in finish.version_spans]
+        assert [version for _, _, version in spans] == [str(old), str(new)]
+        assert spans[0][0] == 0
+        assert spans[0][1] == spans[1][0]
+        assert spans[1][1] == total
+        assert min(end - start for start, end, _ in spans) > 10
+
+    made = scored([(p + ids, len(p), lp) for p, (ids, lp, _) in zip(asked, answers, strict=True)])
+    under_new = world.trainer.logprobs(made)
+    for prompt, ours, theirs, (_, _, finish) in zip(
+        asked, under_new, made.rollout_logprobs, answers, strict=True
+    ):
+        switch = len(prompt) + finish.version_spans[0].end
+        difference = np.abs(ours - theirs)
+        # after the switch every key and value is of the new weights, so the new weights explain each token
+        assert difference[switch:].mean() <= 1e-4
+        assert difference[len(prompt) : switch].mean() > 1e-2
+    assert figures["publish/seconds"] < 30
+
+
+def test_log_probs_agree_in_bfloat16(tmp_path):
+    world = start(tmp_path, "bfloat16")
+    try:
+        world.publish()
+        assert gap(world, 1.0) <= 1e-3
+    finally:
+        stop(world)
+
+
+def test_a_dead_engine_is_an_error_in_time(world):
+    os.kill(world.engine.child.pid, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(TrainerError, match="engines could not be given new weights"):
+        world.publish()
+    assert time.monotonic() - start < 90
+    assert world.trainer.alive()
