@@ -88,7 +88,8 @@ class NoEngineError(EngineError):
 class Engine(Protocol):
     """One inference server. All methods raise `EngineError` when it does not answer or refuses."""
 
-    url: str
+    @property
+    def url(self) -> str: ...
 
     def generate(
         self, input_ids: Sequence[int], params: SamplingParams, *, rid: str, stream: bool

@@ -1,19 +1,23 @@
 """Starting SGLang with the options that token-exact training needs."""
 
 import contextlib
+import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
+import psutil
 
 from titogym.errors import UserError
 from titogym.gateway.engines.environment import Device, default_device, engine_python
 from titogym.processes import Child, free_port, spawn
 
 _CPU_SHIM = Path(__file__).parent / "cpu_shim"
+_SCRATCH = "titogym-engine-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +126,10 @@ def launch(
         raise UserError(f"{options.model} is no model directory: it has no config.json.")
     python = engine_python(options.device, report)
     port = options.port or free_port()
+    _check_free(options.host, port)
     command, environment = engine_command(replace(options, port=port), python)
     url = f"http://{'127.0.0.1' if options.host in ('0.0.0.0', '::') else options.host}:{port}"
-    if answers(url):
-        raise UserError(f"A server answers at {url} already; stop it or choose another --port.")
-    # SGLang leaves its socket files behind when it is killed: give it a folder that goes with it.
-    scratch = Path(tempfile.mkdtemp(prefix="titogym-engine-"))
+    scratch = _scratch_folder()
     engine = EngineProcess(
         url, spawn("engine", command, log=log, env={**environment, "TMPDIR": str(scratch)}), scratch
     )
@@ -147,6 +149,26 @@ def running(options: EngineOptions, log: Path) -> Iterator[EngineProcess]:
         yield engine
     finally:
         engine.stop()
+
+
+def _scratch_folder() -> Path:
+    """A folder for the socket files that SGLang leaves behind when it is killed, and when we are.
+
+    Carries our process id, so that folders of dead launchers are known and removed here.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
+        owner = folder.name.removeprefix(_SCRATCH).split("-")[0]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{_SCRATCH}{os.getpid()}-"))
+
+
+def _check_free(host: str, port: int) -> None:
+    """SGLang loads the model for a while before it finds out."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise UserError(f"Cannot listen on {host}:{port} ({error.strerror}); choose another port.") from None
 
 
 def answers(url: str) -> bool:

@@ -9,7 +9,7 @@ Greedy decoding (temperature 0) reports log-probs at temperature 1.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import httpx
@@ -42,7 +42,7 @@ class SGLangEngine:
 
     async def generate(
         self, input_ids: Sequence[int], params: SamplingParams, *, rid: str, stream: bool
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk]:
         """Sample a continuation of `input_ids`; see `base.Engine.generate`.
 
         Raises `ContextLengthError` when the engine finds prompt or budget too long, and `EngineError` when

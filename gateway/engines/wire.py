@@ -4,7 +4,7 @@ from typing import Any
 
 import orjson
 
-from titogym.gateway.engines.base import EngineInfo
+from titogym.gateway.engines.base import EngineError, EngineInfo
 
 # SGLang lets prompt and output together be this much longer than the longest prompt that it takes.
 _ROOM_AFTER_LONGEST_PROMPT = 4
@@ -14,14 +14,17 @@ def engine_info(model_info: dict[str, Any], server_info: dict[str, Any]) -> Engi
     """From the answers of `/model_info` and `/server_info`.
 
     The context length is what the server really generates up to, which is a little less than the number
-    that it was started with.
+    that it was started with. Raises `EngineError` where the answers are not SGLang's.
     """
-    return EngineInfo(
-        model_path=model_info["model_path"],
-        context_length=server_info["max_req_input_len"] + _ROOM_AFTER_LONGEST_PROMPT,
-        weight_version=model_info["weight_version"],
-        tensor_parallel=server_info["tp_size"],
-    )
+    try:
+        return EngineInfo(
+            model_path=model_info["model_path"],
+            context_length=server_info["max_req_input_len"] + _ROOM_AFTER_LONGEST_PROMPT,
+            weight_version=model_info["weight_version"],
+            tensor_parallel=server_info["tp_size"],
+        )
+    except KeyError as missing:
+        raise EngineError(f"this server is no SGLang 0.5.23: it does not say its {missing}") from None
 
 
 def error_message(content: bytes) -> str:
