@@ -3,6 +3,7 @@
 import datetime
 import json
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from rich.table import Table
 
 from titogym import __version__
 from titogym.trainer.charts import Series, line_chart
+from titogym.trainer.metrics import MEANINGS
 from titogym.trainer.progress import COLUMNS
 from titogym.trainer.runs import Record, RunDirectory
 
@@ -181,6 +183,7 @@ def write_html(run: RunDirectory) -> Path:
             trajectories=[_trajectory(place, record) for place, record in choose(list(run.trajectories()))],
             headings=[column.heading for column in COLUMNS],
             steps=[[column.show(step) for column in COLUMNS] for step in steps],
+            figures=list(_figures(steps)),
             config=config,
             config_text=json.dumps(config, indent=2),
             version=__version__,
@@ -283,6 +286,16 @@ def _chart(
     width, height = (1060, 300) if title == "Reward" else (340, 180)
     svg = line_chart(series, width=width, height=height, y_format=form)
     return {"title": title, "meaning": meaning, "series": series, "svg": svg}
+
+
+def _figures(steps: Sequence[Record]) -> Iterator[dict[str, str]]:
+    """Every figure that the steps have, with its meaning and how it went."""
+    for name in sorted({name for step in steps for name in step if "/" in name}):
+        values = [step[name] for step in steps if step.get(name) is not None]
+        if values:
+            first, mean, last = (f"{v:.4g}" for v in (values[0], statistics.fmean(values), values[-1]))
+            meaning = MEANINGS.get(name, "")
+            yield {"name": name, "first": first, "mean": mean, "last": last, "meaning": meaning}
 
 
 def _failures(events: Sequence[Record]) -> Iterator[dict[str, Any]]:

@@ -54,6 +54,9 @@ def running(
             loaded = loading.submit(_load, trainer, config.model.dir, checkpoint)
             try:
                 urls = config.engine.urls
+                for url in urls:
+                    if not engines.answers(url):
+                        raise UserError(f"No engine answers at {url}: start it, or correct engine.urls.")
                 if not urls:
                     report("Starting the engine and the trainer")
                     engine = engines.launch(
@@ -92,6 +95,7 @@ def _load(trainer: TrainerProcess, model_dir: Path, checkpoint: Path | None) -> 
 def _backend_spec(config: RunConfig) -> BackendSpec:
     settings = config.trainer
     return BackendSpec(
+        backend=settings.backend,
         optimizer=config.optimizer,
         loss=config.algorithm,
         dtype=settings.dtype,

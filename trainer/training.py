@@ -1,10 +1,12 @@
 """A whole training run, from a configuration to a report."""
 
 import asyncio
+import logging
 import signal
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -47,6 +49,7 @@ def run_training(config: RunConfig, console: Console, *, resume: bool = False) -
     checkpoint = checkpoints[max(checkpoints)] if checkpoints else None
     try:
         with (
+            _logging_to(run.logs / "driver.log"),
             asyncio.Runner() as runner,
             services.running(config, run.logs, checkpoint, progress.note) as up,
             progress.running(),
@@ -57,6 +60,23 @@ def run_training(config: RunConfig, console: Console, *, resume: bool = False) -
     finally:
         run.release()
     return run
+
+
+@contextmanager
+def _logging_to(path: Path) -> Iterator[None]:
+    """titogym's own log lines go to a file while the block runs: the terminal belongs to the progress."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger = logging.getLogger("titogym")
+    logger.addHandler(handler)
+    propagate, logger.propagate = logger.propagate, False
+    try:
+        yield
+    finally:
+        logger.propagate = propagate
+        logger.removeHandler(handler)
+        handler.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from titogym.trainer import report, services
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.process import TrainerProcess
 from titogym.trainer.config import load_config
+from titogym.trainer.metrics import MEANINGS
 from titogym.trainer.runs import RunDirectory
 from titogym.trainer.training import run_training
 
@@ -161,6 +162,7 @@ def test_a_run_trains_evaluates_reports_and_leaves_nothing_running(model_dir, en
     records = run.metrics()
     assert [record["step"] for record in records] == [1, 2]
     for record in records:
+        assert {name for name in record if "/" in name} <= MEANINGS.keys()
         assert record["batch/samples"] == 6
         assert record["rollout/failed"] == 0
         assert record["staleness/coverage"] == 1.0
@@ -183,6 +185,7 @@ def test_a_run_trains_evaluates_reports_and_leaves_nothing_running(model_dir, en
     assert (run.model / "model.safetensors").exists()
     assert (run.path / "report.html").exists()
     assert "Report:" in (directory / "out.txt").read_text()
+    assert (run.logs / "driver.log").exists()
     assert left_behind(directory) == []
     assert list((directory / "sandboxes").iterdir()) == []
 

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from titogym.errors import UserError
+
 
 def command(
     config: Annotated[
@@ -46,8 +48,13 @@ def command(
         typer.echo(f"{config} is a valid configuration.")
         return
 
-    from titogym.trainer import report
-    from titogym.trainer.training import run_training
+    try:
+        from titogym.trainer import report
+        from titogym.trainer.training import run_training
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"Training needs the package {error.name}: install it with pip install 'titogym[train]'."
+        ) from None
 
     console = Console()
     try:

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -106,6 +107,8 @@ class _Run:
             on_failure=self._failed,
         )
         self._phase = "starting"
+        # Of its own: sandboxes keep the event loop's threads busy.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer-calls")
 
     async def to_the_end(self) -> None:
         self._progress.watch(self._status)
@@ -124,6 +127,8 @@ class _Run:
                 watching.cancel()
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
+        finally:
+            self._thread.shutdown(wait=False)
 
     async def _train_one_step(self) -> None:
         config, trainer = self._config, self._parts.trainer
@@ -268,7 +273,8 @@ class _Run:
         )
 
     async def _blocking(self, call: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.to_thread(call, *arguments)
+        """Await a call that blocks. When this is cancelled, the call goes on until the trainer is closed."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
 
 @contextmanager
