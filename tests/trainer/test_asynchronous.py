@@ -2,7 +2,9 @@
 
 import asyncio
 import io
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from titogym.trainer.runs import RunDirectory
 
 
 def configuration(directory: Path, **changes) -> RunConfig:
-    data = {
+    data: dict[str, dict[str, Any]] = {
         "run": {"dir": str(directory), "steps": 6, "keep_trajectories": 3},
         "model": {"dir": "unused"},
         "environment": {"source": "memory"},
@@ -43,6 +45,14 @@ def parts_of(world: World, trainer: MemoryTrainer, check_health=lambda: None) ->
         token_text=lambda token: f"<{token}>",
         check_health=check_health,
     )
+
+
+def raise_at(call: str, message: str) -> Callable[[str], None]:
+    def hook(made: str) -> None:
+        if made == call:
+            raise RuntimeError(message)
+
+    return hook
 
 
 class Case:
@@ -214,11 +224,7 @@ async def test_a_dead_process_is_noticed_while_the_trainer_is_stuck(tmp_path):
 
 async def test_an_error_of_the_trainer_ends_the_run_and_every_episode(tmp_path):
     case = Case(tmp_path)
-
-    def broken(batch):
-        raise RuntimeError("loss is not finite")
-
-    case.trainer.train_step = broken
+    case.trainer.on_call = raise_at("train_step", "loss is not finite")
     with pytest.raises(RuntimeError, match="not finite"):
         await case.go()
     assert case.world.running == 0
@@ -246,14 +252,7 @@ async def test_cancelling_the_run_cancels_every_episode(tmp_path):
 
 async def test_a_resumed_run_has_every_step_once_and_trains_every_group_once(tmp_path):
     first = Case(tmp_path)
-
-    def stop_at_five(version):
-        if version == 5:
-            raise RuntimeError("killed")
-        return publish(version)
-
-    publish = first.trainer.publish_weights
-    first.trainer.publish_weights = stop_at_five
+    first.trainer.on_call = raise_at("publish 5", "killed")
     with pytest.raises(RuntimeError, match="killed"):
         await first.go()
     assert max(RunDirectory(tmp_path).checkpoints()) == 4
@@ -270,11 +269,7 @@ async def test_a_resumed_run_has_every_step_once_and_trains_every_group_once(tmp
 
 async def test_resuming_a_run_without_a_checkpoint_starts_it_again(tmp_path):
     first = Case(tmp_path)
-
-    def broken(batch):
-        raise RuntimeError("killed")
-
-    first.trainer.train_step = broken
+    first.trainer.on_call = raise_at("train_step", "killed")
     with pytest.raises(RuntimeError, match="killed"):
         await first.go()
     second = Case(tmp_path)
@@ -337,19 +332,11 @@ def test_a_metrics_line_cut_short_by_a_kill_is_forgotten(tmp_path):
 
 async def test_several_updates_per_step_share_the_old_log_probs_and_cover_the_batch(tmp_path):
     case = Case(tmp_path, run__steps=2, algorithm__minibatches=2)
-    before = case.trainer.logprobs
-    scored = []
-
-    def logprobs(batch):
-        if len(batch) == 12:
-            scored.append(before(batch))
-        return before(batch)
-
-    case.trainer.logprobs = logprobs
     await case.go()
     assert [len(b) for b in case.trainer.batches] == [4, 8, 4, 8]
+    assert [len(scored) for scored in case.trainer.scored] == [12, 12]
     for step in range(2):
-        first, second = case.trainer.batches[2 * step : 2 * step + 2]
-        old = [*first.old_logprobs, *second.old_logprobs]
-        for got, expected in zip(old, scored[step], strict=True):
+        updates = case.trainer.batches[2 * step : 2 * step + 2]
+        old = [array for update in updates for array in update.old_logprobs or []]
+        for got, expected in zip(old, case.trainer.scored[step], strict=True):
             np.testing.assert_array_equal(got, expected)

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -70,7 +71,7 @@ def engine(model_dir) -> Iterator[ScriptedEngine]:
     tokenizer = Tokenizer.load(model_dir)
     dice = random.Random(0)
 
-    def script(prompt: list[int], params: dict) -> str:
+    def script(prompt: list[int], params: dict[str, Any]) -> str:
         text = tokenizer.decode(prompt)
         if "<tool_response>" in text or text.count("<|im_start|>assistant") > 1:
             return "Done.<|im_end|>"
@@ -194,7 +195,7 @@ def test_a_run_killed_and_interrupted_leaves_nothing_and_goes_on(model_dir, engi
     path = write_config(directory, model_dir, engine, steps=50)
     run = RunDirectory(directory / "run")
 
-    def start(*arguments: str) -> subprocess.Popen:
+    def start(*arguments: str) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(
             [sys.executable, "-m", "tests.trainer.drive", str(path), *arguments],
             stdout=(directory / "out.txt").open("w"),
@@ -203,7 +204,7 @@ def test_a_run_killed_and_interrupted_leaves_nothing_and_goes_on(model_dir, engi
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
-    def wait_for_step(step: int, driver: subprocess.Popen) -> None:
+    def wait_for_step(step: int, driver: "subprocess.Popen[bytes]") -> None:
         deadline = time.monotonic() + 120
         while not any(r["step"] >= step for r in run.metrics()):
             assert driver.poll() is None, (directory / "out.txt").read_text()

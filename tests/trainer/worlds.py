@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from titogym.envs.task import Task
 from titogym.gateway.trajectories import Trajectory
@@ -60,16 +61,20 @@ def failed(task: Task, outcome: str = "engine_error", error: str = "The engine i
     return EpisodeResult(task.id, outcome, error=error)  # type: ignore[arg-type]
 
 
-def softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = np.exp(logits - logits.max())
-    return shifted / shifted.sum()
+Floats = NDArray[np.float64]
+
+
+def softmax(logits: Floats) -> Floats:
+    shifted: Floats = np.exp(logits - logits.max())
+    shifted /= shifted.sum()
+    return shifted
 
 
 @dataclass
 class Engine:
     """What the agents sample from: a copy of published weights."""
 
-    logits: np.ndarray = field(default_factory=lambda: np.zeros(ACTIONS))
+    logits: Floats = field(default_factory=lambda: np.zeros(ACTIONS))
     version: str = "default"
 
 
@@ -100,7 +105,7 @@ class World:
             if (broken := self.break_episode(number)) is not None:
                 return broken
             chances = softmax(logits)
-            action = random.Random(f"{self.seed}/{number}").choices(range(ACTIONS), chances)[0]
+            action = random.Random(f"{self.seed}/{number}").choices(range(ACTIONS), chances.tolist())[0]
             return episode(task, action, float(np.log(chances[action])), version=version)
         finally:
             self.running -= 1
@@ -117,16 +122,29 @@ class World:
 
 
 class MemoryTrainer:
-    """REINFORCE on the logits of a bandit, with the interface of the trainer process."""
+    """REINFORCE on the logits of a bandit, with the interface of the trainer process.
+
+    `on_call` hears each call before it does anything, and may raise in its place.
+    """
 
     def __init__(self, world: World, lr: float = 0.5) -> None:
         self.world = world
         self.lr = lr
-        self.logits = np.zeros(ACTIONS)
+        self.logits: Floats = np.zeros(ACTIONS)
+        self.on_call: Callable[[str], None] = lambda call: None
         self.calls: list[str] = []
         self.batches: list[TrainBatch] = []
+        self.scored: list[list[NDArray[np.float32]]] = []
 
-    def logprobs(self, batch: TrainBatch) -> list[np.ndarray]:
+    def _called(self, call: str) -> None:
+        self.on_call(call)
+        self.calls.append(call)
+
+    def logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
+        self.scored.append(self._logprobs(batch))
+        return self.scored[-1]
+
+    def _logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
         table = np.log(softmax(self.logits)).astype(np.float32)
         return [
             np.where(mask > 0, table[np.minimum(tokens, ACTIONS - 1)], np.float32(0))
@@ -134,23 +152,24 @@ class MemoryTrainer:
         ]
 
     def train_step(self, batch: TrainBatch) -> dict[str, float]:
-        self.calls.append("train_step")
+        self._called("train_step")
         self.batches.append(batch)
-        chances, gradient, total = softmax(self.logits), np.zeros(ACTIONS), 0.0
-        gap, old = 0.0, self.logprobs(batch)
+        chances, total, gap = softmax(self.logits), 0.0, 0.0
+        gradient: Floats = np.zeros(ACTIONS)
+        old = self._logprobs(batch)
         for i, (tokens, mask, advantages) in enumerate(
             zip(batch.tokens, batch.loss_mask, batch.advantages, strict=True)
         ):
             for token, weight, advantage in zip(tokens, mask, advantages, strict=True):
                 if weight > 0:
                     gradient += weight * advantage * (np.eye(ACTIONS)[token] - chances)
-                    total += weight
+                    total += float(weight)
             gap += float(np.abs(old[i] - batch.rollout_logprobs[i]).sum())
         self.logits = self.logits + self.lr * gradient / max(total, 1.0)
-        return {"loss/policy": 0.0, "logprobs/gap_mean": gap / max(float(total), 1.0)}
+        return {"loss/policy": 0.0, "logprobs/gap_mean": gap / max(total, 1.0)}
 
     def publish_weights(self, version: int) -> dict[str, float]:
-        self.calls.append(f"publish {version}")
+        self._called(f"publish {version}")
         self.world.engine.logits, self.world.engine.version = self.logits.copy(), str(version)
         return {}
 
@@ -162,6 +181,6 @@ class MemoryTrainer:
         self.logits = np.load(path / "logits.npy")
 
     def save_hf(self, model_dir: Path) -> None:
-        self.calls.append("save_hf")
+        self._called("save_hf")
         model_dir.mkdir(exist_ok=True)
         np.save(model_dir / "logits.npy", self.logits)
