@@ -21,6 +21,8 @@ PLAIN_PROGRAMS = frozenset({
     "truncate",
 })
 # fmt: on
+# Top-level directories that belong to the system.
+READ_ONLY = frozenset({"usr", "bin", "sbin", "lib", "lib64", "dev", "proc", "sys"})
 _IGNORED = frozenset({"CMD", "EXPOSE", "LABEL", "MAINTAINER", "STOPSIGNAL"})
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 _OPERATORS = frozenset({"&&", "||", ";", "|"})
@@ -85,6 +87,8 @@ class _Reader:
     def take(self, keyword: str, rest: str, line: int) -> None:
         if keyword in _IGNORED:
             return
+        if not rest:
+            raise _Refused("it says nothing")
         if "<<" in rest:
             raise _Refused("here-documents are not interpreted")
         match keyword:
@@ -110,8 +114,7 @@ class _Reader:
     def _from(self, rest: str) -> None:
         if self.base:
             raise _Refused("builds in several stages are not interpreted")
-        words = [word for word in rest.split() if not word.startswith("--")]
-        self.base = self._expand(words[0])
+        self.base = self._expand(next((word for word in rest.split() if not word.startswith("--")), ""))
         name = (
             self.base.partition("@")[0].partition(":")[0].removeprefix("docker.io/").removeprefix("library/")
         )
@@ -120,7 +123,7 @@ class _Reader:
 
     def _env(self, rest: str) -> None:
         words = shlex.split(rest)
-        if "=" not in words[0]:  # the old form: ENV NAME the rest of the line
+        if "=" not in rest.split()[0]:  # the old form: ENV NAME the rest of the line
             name, _, value = rest.partition(" ")
             words = [f"{name}={value.strip()}"]
         for word in words:
@@ -130,7 +133,7 @@ class _Reader:
             self.env[name] = self._expand(value)
 
     def _copy(self, keyword: str, rest: str) -> None:
-        words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+        words = _listed(rest) or shlex.split(rest)
         mode = None
         while words and words[0].startswith("--"):
             flag, _, value = words.pop(0).partition("=")
@@ -138,9 +141,9 @@ class _Reader:
                 mode = value
             elif flag != "--chown" or value not in ("root", "root:root", "0", "0:0"):
                 raise _Refused(f"the flag {flag}={value} is not interpreted")
+        if len(words) < 2:
+            raise _Refused("it has no target")
         *sources, target = (self._expand(word) for word in words)
-        if not sources:
-            raise _Refused("it has no source")
         if keyword == "ADD" and any(
             "://" in source or ".tar" in source or ".tgz" in source for source in sources
         ):
@@ -151,7 +154,7 @@ class _Reader:
         self.steps.append(Copy(tuple(sources), self._path(target), into, mode))
 
     def _run(self, rest: str, line: int) -> None:
-        command = shlex.join(json.loads(rest)) if rest.startswith("[") else rest
+        command = shlex.join(_listed(rest)) or rest
         for program in _programs(command):
             if program not in PLAIN_PROGRAMS:
                 raise _Refused(f"it runs {program}")
@@ -161,6 +164,8 @@ class _Reader:
         joined = PurePosixPath(self.workdir, path)
         if ".." in joined.parts:
             raise _Refused("the path has '..' in it")
+        if joined.parts[1:2] and joined.parts[1] in READ_ONLY:
+            raise _Refused(f"/{joined.parts[1]} is read-only in a sandbox without images")
         return str(joined)
 
     def _expand(self, text: str) -> str:
@@ -193,6 +198,16 @@ def sources(context: Path, step: Copy) -> list[tuple[Path, str]]:
             (path, f"{step.target}/{path.name}" if path.is_file() and into else step.target) for path in paths
         ]
     return found
+
+
+def _listed(rest: str) -> list[str]:
+    """The words of an instruction in its JSON form; empty for any other form."""
+    if not rest.startswith("["):
+        return []
+    words = json.loads(rest)
+    if not all(isinstance(word, str) for word in words):
+        raise _Refused("a list of texts is expected")
+    return list(words)
 
 
 def _logical_lines(text: str) -> list[tuple[int, str]]:

@@ -10,7 +10,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from titogym.envs import dockerfile
@@ -66,9 +66,9 @@ def load_task(directory: Path) -> Task:
     if not (tests / "test.sh").is_file():
         raise UserError(f"{tests / 'test.sh'} is missing: a task needs a test script that writes its reward.")
     recipe = _read_environment(directory, config)
-    environment = _table(config, "environment", directory)
+    environment = config["environment"]
     solution = directory / "solution"
-    name = _table(config, "task", directory).get("name")
+    name = config["task"].get("name")
     reader = _Fields(directory / "task.toml", config)
     return Task(
         id=str(name) if name else directory.name,
@@ -84,11 +84,11 @@ def load_task(directory: Path) -> Task:
             cpus=reader.number("environment.cpus", Limits().cpus),
         ),
         network="open" if _wants_network(environment) else "none",
-        workdir=str(environment.get("workdir") or recipe.workdir),
+        workdir=reader.workdir(recipe.workdir),
         env={**recipe.env, **reader.texts("environment.env")},
         metadata={
-            **_table(config, "metadata", directory),
-            "description": _table(config, "task", directory).get("description", ""),
+            **config["metadata"],
+            "description": config["task"].get("description", ""),
             "schema_version": str(config.get("schema_version") or config.get("version") or ""),
             "base_image": recipe.base,
             "verifier_env": reader.texts("verifier.env"),
@@ -141,6 +141,16 @@ class _Fields:
         scale = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}[match[2].upper()]
         return max(1, int(float(match[1]) * scale))
 
+    def workdir(self, default: str) -> str:
+        value = _get(self._config, "environment.workdir") or default
+        parts = PurePosixPath(str(value)).parts
+        if parts[0] != "/" or ".." in parts or (parts[1:2] and parts[1] in dockerfile.READ_ONLY):
+            raise UserError(
+                f"{self._path}: environment.workdir is {value!r}; a sandbox without images needs an absolute "
+                "path outside the system's directories."
+            )
+        return str(value)
+
     def texts(self, key: str) -> dict[str, str]:
         value = _get(self._config, key) or {}
         if not isinstance(value, dict):
@@ -160,9 +170,13 @@ def _read_config(directory: Path) -> dict[str, Any]:
             )
         raise UserError(f"{path} is missing: {directory} is not a task directory.")
     try:
-        return tomllib.loads(path.read_text())
+        config = tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid TOML: {error}.") from None
+    for key in ("task", "metadata", "agent", "verifier", "environment", "solution"):
+        if not isinstance(config.setdefault(key, {}), dict):
+            raise UserError(f"{path}: [{key}] must be a table, not {config[key]!r}.")
+    return config
 
 
 def _read_instruction(directory: Path) -> str:
@@ -222,13 +236,6 @@ def _unknown_keys(config: Mapping[str, Any]) -> Iterator[str]:
             for inner in value:
                 if inner not in _KNOWN[key] and f"{key}.{inner}" not in _CONTAINER_KEYS:
                     yield f"{key}.{inner}"
-
-
-def _table(config: Mapping[str, Any], key: str, directory: Path) -> dict[str, Any]:
-    value = config.get(key, {})
-    if not isinstance(value, dict):
-        raise UserError(f"{directory / 'task.toml'}: [{key}] must be a table, not {value!r}.")
-    return value
 
 
 def _get(config: Mapping[str, Any], key: str) -> Any:

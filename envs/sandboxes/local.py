@@ -25,7 +25,7 @@ from pathlib import Path
 
 from titogym.cancellation import to_its_end
 from titogym.envs.sandboxes import bubblewrap, cgroups, owners, reaper
-from titogym.envs.sandboxes.base import ExecResult, SandboxError, SandboxSpec
+from titogym.envs.sandboxes.base import ExecResult, Mount, SandboxError, SandboxSpec
 from titogym.envs.sandboxes.machine import Machine, Outcome
 from titogym.envs.sandboxes.relay import Relay
 from titogym.envs.sandboxes.storage import StorageWatch
@@ -240,14 +240,21 @@ class LocalSandbox:
             _copy_tree(tree, copy)
             self._read_only[target] = copy
         for number, mount in enumerate(self._spec.mounts):
-            if not mount.source.exists():
-                raise SandboxError(f"{mount.source} does not exist, so the sandbox cannot show it.")
-            self._read_only[mount.target] = mount.source
-            if self._user is not None:
-                stage = self._home / f"stage-{number}"
-                stage.mkdir() if mount.source.is_dir() else stage.touch()
-                self._staged[stage] = mount.source
-                self._read_only[mount.target] = stage
+            self._show(mount, self._home / f"stage-{number}")
+
+    def _show(self, mount: Mount, stage: Path) -> None:
+        source, target = mount.source, mount.target
+        if not source.exists():
+            raise SandboxError(f"{source} does not exist, so the sandbox cannot show it.")
+        if self._user is None:
+            self._read_only[target] = source
+            return
+        needed = stat.S_IROTH | (stat.S_IXOTH if source.is_dir() else 0)
+        if source.stat().st_mode & needed != needed:
+            raise SandboxError(f"The sandbox's user may not read {source}: run `chmod o+rX {source}`.")
+        stage.mkdir() if source.is_dir() else stage.touch()
+        self._staged[stage] = source
+        self._read_only[target] = stage
 
     async def _running(self) -> Machine:
         async with self._starting:
