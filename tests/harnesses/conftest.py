@@ -1,4 +1,4 @@
-"""The real gateway on a port of its own, a scripted engine behind it, and real local sandboxes."""
+"""The real gateway in a process of its own, a scripted engine behind it, and real local sandboxes."""
 
 import os
 import shutil
@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.doubles.scripted_engine import ScriptedEngine
-from tests.gateway.conftest import Served
-from tests.harnesses.world import ADMIN_KEY, CONTEXT_LENGTH, World
+from tests.harnesses.world import CONTEXT_LENGTH, World
 from tests.templates.models import write_model_dir
 from titogym.envs.sandboxes.local import LocalBackend
-from titogym.gateway.app import create_app
 from titogym.gateway.client import GatewayClient
-from titogym.gateway.settings import GatewaySettings
+from titogym.gateway.launch import GatewayProcess, launch
 from titogym.templates.families import BUILT_IN
 from titogym.templates.tokenizer import Tokenizer
 
@@ -38,12 +36,12 @@ def engine(model_dir: Path) -> Iterator[ScriptedEngine]:
 
 
 @pytest.fixture(scope="session")
-def gateway_url(engine: ScriptedEngine, model_dir: Path) -> Iterator[str]:
-    served = Served(
-        create_app(GatewaySettings(model_dir=model_dir, engines=(engine.url,), admin_key=ADMIN_KEY))
-    )
-    yield served.url
-    served.stop()
+def gateway_process(
+    engine: ScriptedEngine, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GatewayProcess]:
+    process = launch([engine.url], model_dir, directory=tmp_path_factory.mktemp("gateway"))
+    yield process
+    process.stop()
 
 
 @pytest.fixture
@@ -56,12 +54,18 @@ def sandboxes() -> Iterator[Path]:
 
 
 @pytest.fixture
-async def world(engine: ScriptedEngine, gateway_url: str, sandboxes: Path) -> AsyncIterator[World]:
+async def world(
+    engine: ScriptedEngine, gateway_process: GatewayProcess, sandboxes: Path
+) -> AsyncIterator[World]:
     """All that an episode needs; afterwards nothing may be left of any."""
     engine.faults.clear()
     engine.requests.clear()
     engine.token_latency = 0.0
-    async with GatewayClient(gateway_url, ADMIN_KEY) as gateway:
+    async with GatewayClient(gateway_process.url, gateway_process.admin_key) as gateway:
         world = World(engine, gateway, LocalBackend(sandboxes), os.getpid())
         yield world
-        await world.assert_nothing_left()
+        try:
+            await world.assert_nothing_left()
+        finally:
+            for session in await gateway.sessions():
+                await gateway.delete(session["id"])

@@ -4,6 +4,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -67,14 +68,14 @@ async def test_an_attempt_is_graded_and_its_tokens_are_those_of_the_engine(
     assert result.log == "said: It is done.\n"
     (trajectory,) = result.trajectories
     last = world.engine.requests[-1]["input_ids"]
-    assert trajectory.tokens == last + world.engine.tokenizer.encode(say("It is done."))
+    assert trajectory.tokens == last + world.encode(say("It is done."))
     assert "Mark it as done." in world.prompts()[0]
     assert "first line" in world.prompts()[1]
     assert result.mismatches == {}
 
 
-async def test_nothing_but_the_gateway_can_be_reached(world: World, agent: Command, gateway_url: str) -> None:
-    port = gateway_url.rpartition(":")[2]
+async def test_nothing_but_the_gateway_can_be_reached(world: World, agent: Command) -> None:
+    port = world.gateway.url.rpartition(":")[2]
     probes = [
         f"curl -sS -m 3 http://127.0.0.1:{port}/health",
         "curl -sS -m 3 http://1.1.1.1",
@@ -144,7 +145,7 @@ async def test_what_is_said_to_the_program(world: World) -> None:
     ],
 )
 async def test_the_gateway_keeps_the_limits_of_a_program(
-    world: World, agent: Command, limits: dict[str, int], outcome: str, sentence: str
+    world: World, agent: Command, limits: dict[str, Any], outcome: str, sentence: str
 ) -> None:
     world.script(call("seq 600" if "500" in str(limits) else "true"))
     result = await world.run(task(**limits), agent)
@@ -161,10 +162,8 @@ async def test_an_engine_that_fails_is_told_from_a_program_that_crashes(world: W
     assert "The engine failed" in (result.error or "")
 
 
-async def test_a_gateway_without_a_key_serves_no_program_inside(
-    world: World, agent: Command, gateway_url: str
-) -> None:
-    async with GatewayClient(gateway_url) as unguarded:
+async def test_a_gateway_without_a_key_serves_no_program_inside(world: World, agent: Command) -> None:
+    async with GatewayClient(world.gateway.url) as unguarded:
         result = await run_episode(task(), harness=agent, backend=world.backend, gateway=unguarded)
     assert result.outcome == "setup_error"
     assert "--admin-key" in (result.error or "")

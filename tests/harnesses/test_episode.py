@@ -4,7 +4,6 @@ import asyncio
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -15,15 +14,17 @@ from pathlib import Path
 import pytest
 
 from tests.doubles.scripted_engine import Fault, ScriptedEngine
-from tests.harnesses.world import ADMIN_KEY, PASS_IF_DONE, World, call, processes, say, task
+from tests.harnesses.world import PASS_IF_DONE, World, call, processes, say, task
 from titogym.envs.sandboxes.base import Mount, Sandbox, SandboxError, SandboxSpec
 from titogym.envs.sandboxes.local import LocalBackend
 from titogym.envs.task import Task
 from titogym.errors import UserError
 from titogym.gateway.client import GatewayClient
+from titogym.gateway.launch import GatewayProcess, launch
 from titogym.harnesses.base import Connection, HarnessResult
 from titogym.harnesses.episode import EpisodeResult, run_episode
 from titogym.harnesses.openai_loop import OpenAILoop
+from titogym.templates.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.sandbox
 
@@ -181,7 +182,7 @@ async def test_an_unknown_environment_fails_the_episode(world: World) -> None:
 
 
 async def test_a_gateway_that_is_not_there_fails_the_episode(world: World) -> None:
-    async with GatewayClient("http://127.0.0.1:1", ADMIN_KEY) as nowhere:
+    async with GatewayClient("http://127.0.0.1:1") as nowhere:
         result = await run_episode(task(), harness=OpenAILoop(), backend=world.backend, gateway=nowhere)
     assert result.outcome == "gateway_error"
     assert "does not answer" in (result.error or "")
@@ -271,27 +272,26 @@ from titogym.harnesses.episode import run_episode
 from titogym.harnesses.openai_loop import OpenAILoop
 
 async def main(url, key, root):
-    result = await run_episode(
+    await run_episode(
         task(), harness=OpenAILoop(), backend=LocalBackend(Path(root)), gateway=GatewayClient(url, key),
         session_options={"ttl_seconds": 0.5},
     )
-    print(result)
 
 asyncio.run(main(*sys.argv[1:]))
 """
 
 
-async def test_a_killed_driver_leaves_nothing(world: World, gateway_url: str) -> None:
+async def test_a_killed_driver_leaves_nothing(world: World, gateway_process: GatewayProcess) -> None:
     world.script(call("setsid sleep 1000 & echo started; sleep 1000"))
-    arguments = [gateway_url, ADMIN_KEY, str(world.backend.root)]
+    arguments = [gateway_process.url, gateway_process.admin_key, str(world.backend.root)]
     driver = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", DRIVER, *arguments, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE
+        sys.executable, "-c", DRIVER, *arguments, cwd=Path(__file__).parents[2]
     )
     try:
         deadline = time.monotonic() + 30
         while not any("sleep" in line for line in _children_of(driver.pid)):
             assert time.monotonic() < deadline, "the agent's command did not start"
-            assert driver.returncode is None, await driver.stdout.read()
+            assert driver.returncode is None
             await asyncio.sleep(0.02)
     finally:
         with suppress(ProcessLookupError):
@@ -319,16 +319,13 @@ def _children_of(driver: int) -> list[str]:
         return []
 
 
-async def test_an_engine_that_dies_in_mid_episode_fails_it(model_dir: Path, sandboxes: Path) -> None:
-    from tests.gateway.conftest import Served
-    from titogym.gateway.app import create_app
-    from titogym.gateway.settings import GatewaySettings
-    from titogym.templates.tokenizer import Tokenizer
-
+async def test_an_engine_that_dies_in_mid_episode_fails_it(
+    model_dir: Path, sandboxes: Path, tmp_path: Path
+) -> None:
     engine = ScriptedEngine(lambda prompt, params: call("touch done"), tokenizer=Tokenizer.load(model_dir))
     engine.start()
-    served = Served(create_app(GatewaySettings(model_dir=model_dir, engines=(engine.url,))))
-    async with GatewayClient(served.url) as gateway:
+    process = launch([engine.url], model_dir, directory=tmp_path)
+    async with GatewayClient(process.url, process.admin_key) as gateway:
         world = World(engine, gateway, LocalBackend(sandboxes), os.getpid())
 
         async def die(sandbox: Sandbox, connection: Connection) -> HarnessResult:
@@ -340,7 +337,7 @@ async def test_an_engine_that_dies_in_mid_episode_fails_it(model_dir: Path, sand
 
         result = await world.run(task(PASS_IF_DONE, turns=1000), Agent(die))
         await world.assert_nothing_left()
-    served.stop()
+    process.stop()
     assert (result.outcome, result.reward) == ("engine_error", 1.0)
     assert result.error is not None
     assert "\n" not in result.error

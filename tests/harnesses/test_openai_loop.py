@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -27,11 +28,10 @@ async def test_an_attempt_is_graded_and_its_tokens_are_those_of_the_engine(world
     assert trajectory.reward == 1.0
     first, second = (request["input_ids"] for request in world.engine.requests)
     sampled = [call("cat notes.txt; touch done"), say("It is done.")]
-    tokenizer = world.engine.tokenizer
-    assert trajectory.tokens == second + tokenizer.encode(sampled[1])
+    assert trajectory.tokens == second + world.encode(sampled[1])
     assert second[: len(first)] == first
     trained = [token for token, mask in zip(trajectory.tokens, trajectory.loss_mask, strict=True) if mask]
-    assert trained == tokenizer.encode(sampled[0]) + tokenizer.encode(sampled[1])
+    assert trained == world.encode(sampled[0]) + world.encode(sampled[1])
     assert "first line" in world.prompts()[1]
     assert set(result.seconds) == {"setup", "agent", "grade", "collect"}
 
@@ -89,8 +89,8 @@ async def test_the_prompts_are_the_callers(world: World) -> None:
 async def test_every_limit_stops_the_agent_and_its_work_is_graded(
     world: World,
     script: list[str],
-    limits: dict[str, float],
-    options: dict[str, int],
+    limits: dict[str, Any],
+    options: dict[str, Any],
     outcome: str,
     sentence: str,
 ) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from titogym.gateway.client import GatewayClient
 from titogym.harnesses.base import Harness
 from titogym.harnesses.episode import EpisodeResult, run_episode
 
-ADMIN_KEY = "the-tests-own-key"
 CONTEXT_LENGTH = 6000
 
 PASS = "echo 1 > /logs/verifier/reward.txt"
@@ -73,9 +71,9 @@ class World:
         assert self.engine.tokenizer is not None
         return [self.engine.tokenizer.decode(request["input_ids"]) for request in self.engine.requests]
 
-    def text(self, tokens: Sequence[int]) -> str:
+    def encode(self, text: str) -> list[int]:
         assert self.engine.tokenizer is not None
-        return self.engine.tokenizer.decode(tokens)
+        return self.engine.tokenizer.encode(text)
 
     def left_on_disk(self) -> list[str]:
         root: Path = self.backend.root

@@ -1,0 +1,98 @@
+"""Telling a person what happened in an episode."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from titogym.gateway.trajectories import Trajectory
+    from titogym.harnesses.episode import EpisodeResult
+
+_MOST_LINES = 12  # of one message
+_MOST_COLUMNS = 200
+
+
+def print_turns(console: Console, turns: Sequence[dict[str, Any]]) -> None:
+    """A session's turns as a conversation: what the agent was told, said and ran."""
+    previous = None
+    for turn in turns:
+        for message in turn["messages"]:
+            _print_indented(console, message["role"], _text(message["content"]), "dim")
+        line = f"turn {turn['turn']}: {turn['output_tokens']} tokens in {turn['seconds']:.1f} s"
+        line += ", cut by length" if turn["finish"] == "length" else ""
+        if turn["superseded"]:
+            line += ", sampled again later"
+        if previous is not None and turn["parent"] != previous:
+            line += ", a branch"
+        console.print(Text(line, "bold cyan"))
+        for style, text in _answer(turn["answer"]):
+            _print_indented(console, "", text, style)
+        previous = turn["id"]
+
+
+def print_result(console: Console, result: "EpisodeResult") -> None:
+    """How the episode ended, its reward, and its trajectories in a line each."""
+    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
+    console.print(Text(f"{result.outcome} after {result.turns} turns ({phases})", "bold"))
+    if result.error:
+        console.print(Text(result.error, "red"))
+    if result.reward is None:
+        console.print(Text("no reward", "bold red"))
+    else:
+        console.print(Text(f"reward {result.reward:g}", "bold green" if result.reward > 0 else "bold yellow"))
+    if result.reward != 1 and result.evidence.get("output"):
+        _print_indented(console, "tests", result.evidence["output"], "dim")
+    for number, trajectory in enumerate(result.trajectories):
+        console.print(Text(f"trajectory {number}: {_measures(trajectory)}"))
+    found = ", ".join(f"{count} {kind}" for kind, count in result.mismatches.items() if count)
+    console.print(Text(f"tito_session_mismatch: {found or 'none'}", "yellow" if found else ""))
+
+
+def _measures(trajectory: "Trajectory") -> str:
+    trained = [
+        logprob for logprob, mask in zip(trajectory.logprobs, trajectory.loss_mask, strict=True) if mask
+    ]
+    versions = sorted({version for _, _, version in trajectory.version_spans})
+    mean = f"{sum(trained) / len(trained):.4f}" if trained else "none"
+    return (
+        f"{len(trajectory.tokens)} tokens, {len(trained)} trained, mean log-prob {mean}, "
+        f"weight version {' '.join(versions) or 'none'}, ended by {trajectory.finish_reason}"
+    )
+
+
+def _answer(message: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Style and text of each part of an assistant's message."""
+    if message.get("reasoning_content"):
+        yield "italic dim", message["reasoning_content"]
+    if message.get("content"):
+        yield "", message["content"]
+    for call in message.get("tool_calls") or ():
+        yield "green", _call(call["function"]["name"], call["function"]["arguments"])
+
+
+def _call(name: str, arguments: str) -> str:
+    """A shell command as one would type it; any other call as a function's."""
+    try:
+        parsed = json.loads(arguments)
+    except ValueError:
+        parsed = None
+    if isinstance(parsed, dict) and set(parsed) == {"command"} and isinstance(parsed["command"], str):
+        return f"$ {parsed['command']}"
+    return f"{name}({arguments})"
+
+
+def _print_indented(console: Console, label: str, text: str, style: str) -> None:
+    lines = [line[:_MOST_COLUMNS] + "…" if len(line) > _MOST_COLUMNS else line for line in text.splitlines()]
+    if len(lines) > _MOST_LINES:
+        half = _MOST_LINES // 2
+        lines = [*lines[:half], f"… {len(lines) - 2 * half} lines …", *lines[-half:]]
+    for number, line in enumerate(lines or [""]):
+        margin = f"{label if number == 0 else '':>9} " if label else "    "
+        console.print(Text.assemble((margin, "bold" if label else ""), (line, style)), soft_wrap=True)
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else json.dumps(content)
