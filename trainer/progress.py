@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +42,7 @@ class Column:
     heading: str
     show: Callable[[Mapping[str, Any]], str]
     width: int
+    always: bool = True  # also where the terminal is narrow
 
 
 def _number(name: str, form: str) -> Callable[[Mapping[str, Any]], str]:
@@ -60,11 +61,11 @@ COLUMNS = (
     Column("stale (max)", _staleness, 11),
     Column("tok/s", _number("rollout/tokens_per_second", ".0f"), 6),
     Column("gap", _number("logprobs/gap_mean", ".1e"), 7),
-    Column("step s", _number("time/step", ".1f"), 6),
-    Column("wait s", _number("time/wait", ".1f"), 6),
-    Column("train s", _number("time/train", ".1f"), 7),
+    Column("step s", _number("time/step", ".1f"), 6, always=False),
+    Column("wait s", _number("time/wait", ".1f"), 6, always=False),
+    Column("train s", _number("time/train", ".1f"), 7, always=False),
     Column("bottleneck", lambda r: str(r["bottleneck"]), 10),
-    Column("failed", _number("rollout/failed", ".0f"), 6),
+    Column("failed", _number("rollout/failed", ".0f"), 6, always=False),
 )
 LEGEND = (
     "reward: mean of the step's episodes; stale: weight versions behind, mean (max) over groups; "
@@ -108,8 +109,9 @@ class Progress:
         if not self._printed_heading:
             self._printed_heading = True
             self.console.print(Text(LEGEND, style="dim"))
-            self.console.print(Text("  ".join(f"{c.heading:>{c.width}}" for c in COLUMNS), style="bold"))
-        self.console.print(_line(record))
+            heading = "  ".join(f"{column.heading:>{column.width}}" for column in self._columns())
+            self.console.print(Text(heading, style="bold"), soft_wrap=True)
+        self.console.print(_line(record, self._columns()), soft_wrap=True)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """One held-out evaluation is done."""
@@ -123,6 +125,12 @@ class Progress:
                 (f" (failed: {failed})" if failed else "", "red"),
             )
         )
+
+    def _columns(self) -> Sequence[Column]:
+        needed = sum(column.width + 2 for column in COLUMNS) - 2
+        if not self.console.is_terminal or self.console.width >= needed:
+            return COLUMNS
+        return [column for column in COLUMNS if column.always]
 
     def _render(self) -> RenderableType:
         if self._status is None:
@@ -148,9 +156,9 @@ class Progress:
         return (tokens - before) / (now - since) if now > since else 0.0
 
 
-def _line(record: Mapping[str, Any]) -> Text:
+def _line(record: Mapping[str, Any], columns: Sequence[Column]) -> Text:
     cells = []
-    for column in COLUMNS:
+    for column in columns:
         style = ""
         if column.heading == "reward":
             style = "bold"

@@ -198,7 +198,9 @@ def write_html(run: RunDirectory) -> Path:
 def _lead(summary: Summary) -> str:
     if summary.gain is None:
         return f"{summary.steps} steps, without a held-out evaluation before and after."
-    verb = "rose" if summary.gain > 0 else "fell" if summary.gain < 0 else "stayed as it was,"
+    if summary.gain == 0:
+        return f"Mean reward on held-out tasks stayed at {summary.after:.3f} in {summary.steps} steps."
+    verb = "rose" if summary.gain > 0 else "fell"
     return (
         f"Mean reward on held-out tasks {verb} from {summary.before:.3f} to {summary.after:.3f} "
         f"in {summary.steps} steps."

@@ -179,6 +179,16 @@ def test_on_a_terminal_the_live_line_says_what_is_going_on(directory):
         assert expected in text
 
 
+def test_on_a_narrow_terminal_no_step_line_wraps(directory):
+    out = io.StringIO()
+    progress = Progress(Console(file=out, force_terminal=True, color_system=None, width=80))
+    progress.step(RunDirectory(directory).metrics()[0])
+    heading, line = out.getvalue().splitlines()[-2:]
+    assert len(heading) == len(line) <= 80
+    for expected in ("reward", "in flight", "queue", "stale", "tok/s", "gap", "bottleneck"):
+        assert expected in heading
+
+
 def test_without_a_terminal_each_step_is_one_plain_line(directory):
     out = io.StringIO()
     progress = Progress(Console(file=out, width=180))
