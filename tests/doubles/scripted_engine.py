@@ -111,6 +111,7 @@ class ScriptedEngine:
         self._in_flight: dict[str, Generation] = {}
         self._served: list[list[int]] = []  # rows in the prefix cache
         self._paused = False
+        self._updating = False
         self._port = port
         self._thread: threading.Thread | None = None
         self._server: uvicorn.Server | None = None
@@ -173,6 +174,8 @@ class ScriptedEngine:
         refusal = self._refusal(prompt, params)
         if refusal and not stream:
             return JSONResponse({"error": {"message": refusal}}, 400)
+        if refusal is None and len(prompt) >= self.longest_prompt:
+            fault = Fault("abort", status=400, message=self._too_long(prompt))
         events = self._refused(refusal) if refusal else self._events(body, prompt, params, fault)
         if stream:
             return StreamingResponse(self._sse(events), media_type="text/event-stream")
@@ -207,6 +210,16 @@ class ScriptedEngine:
             return f"temperature must be a non-negative finite number, got {params['temperature']}."
         return None
 
+    @property
+    def longest_prompt(self) -> int:
+        return self.context_length - 6
+
+    def _too_long(self, prompt: list[int]) -> str:
+        return (
+            f"Input length ({len(prompt)} tokens) exceeds the maximum allowed length "
+            f"({self.longest_prompt} tokens). Use a shorter input or enable --allow-auto-truncate."
+        )
+
     async def _refused(self, message: str) -> AsyncIterator[dict[str, Any]]:
         error = {"message": message, "type": "invalid_request_error", "code": 400, "retryable": False}
         yield {"error": error}
@@ -240,6 +253,10 @@ class ScriptedEngine:
                 script = self.tokenizer.encode(script)
             await self._unpaused(generation)
             limit = min(params.get("max_new_tokens", 128), self.context_length - len(prompt) - 2)
+            if fault and fault.kind == "abort" and fault.after_tokens == 0:
+                limit = 0  # refused at admission: SGLang then answers with one token that it never sampled
+                generation.output, generation.versions = [0], [self.weight_version]
+                finish = _abort(fault.message, fault.status)
             for token in script[:limit]:
                 count = len(generation.output)
                 if fault and count >= fault.after_tokens and fault.kind in ("error", "drop", "hang", "abort"):
@@ -357,7 +374,7 @@ class ScriptedEngine:
                     "model_path": self.model_path,
                     "context_length": self.context_length,
                     "max_total_num_tokens": 16 * self.context_length,
-                    "max_req_input_len": self.context_length - 6,
+                    "max_req_input_len": self.longest_prompt,
                     "tp_size": 1,
                     "incremental_streaming_output": self.incremental,
                     "version": "0.5.23",
@@ -405,12 +422,35 @@ class ScriptedEngine:
             self.weight_version = body["new_version"]
             return JSONResponse({"success": True, "message": "", "new_version": self.weight_version})
 
+        async def begin(body: dict[str, Any]) -> Response:
+            if self._updating:
+                return _result(
+                    False, "a weight-update session is already open; call end_weight_update() first"
+                )
+            self._updating = True
+            return _result(True, "Success")
+
+        async def end(body: dict[str, Any]) -> Response:
+            if not self._updating:
+                return _result(False, "no weight-update session is open; call begin_weight_update() first")
+            self._updating = False
+            return _result(True, "Success")
+
+        async def receive(body: dict[str, Any]) -> Response:
+            if not self._updating:
+                return _result(
+                    False,
+                    "update_weights_from_distributed must run between begin_weight_update() and "
+                    "end_weight_update()",
+                )
+            return await weights(body)
+
         async def weights(body: dict[str, Any]) -> Response:
             if body.get("weight_version"):
                 self.weight_version = body["weight_version"]
             if body.get("flush_cache"):
                 self._served.clear()
-            return JSONResponse({"success": True, "message": "Success"})
+            return _result(True, "Success")
 
         return Starlette(
             routes=[
@@ -427,15 +467,19 @@ class ScriptedEngine:
                 post("/update_weights_from_disk", weights),
                 post("/init_weights_update_group", weights),
                 post("/destroy_weights_update_group", weights),
-                post("/begin_weight_update", weights),
-                post("/end_weight_update", weights),
-                post("/update_weights_from_distributed", weights),
+                post("/begin_weight_update", begin),
+                post("/end_weight_update", end),
+                post("/update_weights_from_distributed", receive),
             ]
         )
 
     def _abort(self, generation: Generation) -> None:
         generation.aborted = True
         self.aborted.append(generation.rid)
+
+
+def _result(success: bool, message: str) -> Response:
+    return JSONResponse({"success": success, "message": message}, 200 if success else 400)
 
 
 def _shared(row: list[int], prompt: list[int]) -> int:
