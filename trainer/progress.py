@@ -108,7 +108,7 @@ class Progress:
         """One step is done; `record` is its line of metrics.jsonl."""
         if not self._printed_heading:
             self._printed_heading = True
-            self.console.print(Text(LEGEND, style="dim"))
+            self.console.print(Text(LEGEND, style="dim"), soft_wrap=not self.console.is_terminal)
             heading = "  ".join(f"{column.heading:>{column.width}}" for column in self._columns())
             self.console.print(Text(heading, style="bold"), soft_wrap=True)
         self.console.print(_line(record, self._columns()), soft_wrap=True)
