@@ -6,6 +6,7 @@ its own, which the sandbox sees read-only together with the interpreter that it 
 
 import asyncio
 import json
+import logging
 import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from titogym.envs.sandboxes.base import Mount, Sandbox, SandboxError
 from titogym.envs.task import Task
 from titogym.harnesses.base import Connection, HarnessResult, Outcome
 from titogym.harnesses.program import LOG_DIRECTORY, read_tail, run_program
+
+log = logging.getLogger(__name__)
 
 VERSION = "2.4.6"
 TRAJECTORY = f"{LOG_DIRECTORY}/mini-swe-agent.traj.json"
@@ -51,9 +54,8 @@ class MiniSweAgent:
 
     async def prepare(self) -> None:
         if self._python is None:
-            self._python = await asyncio.to_thread(
-                venvs.ensure, "mini-swe-agent", [[f"mini-swe-agent=={VERSION}"]]
-            )
+            install = [[f"mini-swe-agent=={VERSION}"]]
+            self._python = await asyncio.to_thread(venvs.ensure, "mini-swe-agent", install, report=log.info)
             self._mounts = tuple(
                 Mount(path, str(path)) for path in await asyncio.to_thread(_needed, self._python)
             )

@@ -28,7 +28,8 @@ def task_dir(tmp_path: Path) -> Path:
     (folder / "task.toml").write_text("[agent]\ntimeout_sec = 30.0\n[environment]\nworkdir = '/app'\n")
     (folder / "instruction.md").write_text("Write hello into greeting.txt.\n")
     (folder / "tests" / "test.sh").write_text(
-        "if grep -qsx hello greeting.txt; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\necho looked\n"
+        "echo looked\n"
+        "if grep -qsx hello greeting.txt; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
     )
     return folder
 
