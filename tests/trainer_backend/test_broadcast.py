@@ -76,11 +76,22 @@ def test_two_engines_get_every_tensor_again_and_again(doubles):
         assert figures["publish/bytes"] == sum(tensor.nbytes for tensor in made.values())
         for url in urls:
             assert httpx.get(f"{url}/received").json() == {name: digest(t) for name, t in made.items()}
-            state = httpx.get(f"{url}/log").json()
+            state = httpx.get(f"{url}/state").json()
             assert state["version"] == version
             assert state["paused"] is False
+            assert state["flushed"] is True
     weights.close()
-    assert httpx.get(f"{urls[0]}/log").json()["log"][-1] == "/destroy_weights_update_group"
+    assert httpx.get(f"{urls[0]}/state").json()["log"][-1] == "/destroy_weights_update_group"
+
+
+def test_old_keys_and_values_go_unless_asked_to_stay(doubles):
+    (url,) = doubles({})
+    for mode, flushes in (("retract", True), ("in_place", False), ("abort", True)):
+        weights = WeightBroadcast([url], BroadcastSettings(mode=mode, timeout=30))
+        weights.connect()
+        weights.publish(tensors().items(), "1")
+        assert httpx.get(f"{url}/state").json()["flushed"] is flushes
+        weights.close()
 
 
 def test_an_update_left_open_by_a_dead_trainer_is_closed_first(doubles):
@@ -89,7 +100,7 @@ def test_an_update_left_open_by_a_dead_trainer_is_closed_first(doubles):
     weights = WeightBroadcast(urls, BroadcastSettings(timeout=30))
     weights.connect()
     weights.publish(tensors().items(), "7")
-    assert httpx.get(f"{urls[0]}/log").json()["version"] == "7"
+    assert httpx.get(f"{urls[0]}/state").json()["version"] == "7"
     weights.close()
 
 

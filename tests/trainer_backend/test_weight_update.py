@@ -80,7 +80,7 @@ def start(folder: Path, dtype: str) -> World:
     (tokenizer / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     trainer.init_random(CONFIG, 0, tokenizer)
     trainer.save_hf(folder / "model")
-    options = EngineOptions(str(folder / "model"), max_total_tokens=16384, seed=0)
+    options = EngineOptions(str(folder / "model"), dtype=dtype, max_total_tokens=16384, seed=0)
     engine = launch(options, folder / "engine.log")
     trainer.connect_engines([engine.url], BroadcastSettings(timeout=60))
     return World(trainer, engine, EngineControl(engine.url), version=0)
@@ -217,15 +217,6 @@ def test_a_request_in_flight_goes_on_under_the_new_weights(world):
     assert figures["publish/seconds"] < 30
 
 
-def test_log_probs_agree_in_bfloat16(tmp_path):
-    world = start(tmp_path, "bfloat16")
-    try:
-        world.publish()
-        assert gap(world, 1.0) <= 1e-3
-    finally:
-        stop(world)
-
-
 def test_a_dead_engine_is_an_error_in_time(world):
     os.kill(world.engine.child.pid, signal.SIGKILL)
     start = time.monotonic()
@@ -233,3 +224,12 @@ def test_a_dead_engine_is_an_error_in_time(world):
         world.publish()
     assert time.monotonic() - start < 90
     assert world.trainer.alive()
+
+
+def test_log_probs_agree_in_bfloat16(tmp_path):
+    world = start(tmp_path, "bfloat16")
+    try:
+        world.publish()
+        assert gap(world, 1.0) <= 1e-3
+    finally:
+        stop(world)

@@ -2,7 +2,7 @@
 
 Run as a program with a JSON object of faults: `{"path": ..., "fault": "refuse" | "die" | "hang"}`, where
 `path` is the endpoint at which it refuses with status 400, kills itself, or never answers.
-Prints its port. `GET /received` tells digests of all tensors, `GET /log` the calls so far.
+Prints its port. `GET /received` tells digests of all tensors, `GET /state` the calls and their effects.
 """
 
 import hashlib
@@ -34,6 +34,7 @@ class Double:
         self.log = []
         self.open = False
         self.paused = False
+        self.flushed = False
 
     def handle(self, path, body):
         self.log.append(path)
@@ -86,9 +87,6 @@ class Double:
     def end_weight_update(self, body):
         self.open = False
 
-    def flush_cache(self, body):
-        assert self.paused == "retract"
-
     def update_weights_from_distributed(self, body):
         assert self.open
         assert self.paused
@@ -100,6 +98,7 @@ class Double:
         dist.broadcast(flat, src=0, group=self.group)
         for name, dtype, part in zip(body["names"], body["dtypes"], flat.split(sizes), strict=True):
             self.received[name] = digest(part.view(getattr(torch, dtype)))
+        self.flushed = body["flush_cache"]
         if body["weight_version"] is not None:
             self.version = body["weight_version"]
 
@@ -114,8 +113,10 @@ def main() -> None:
             body = json.loads(self.rfile.read(size)) if size else None
             if self.path == "/received":
                 self.answer(200, double.received)
-            elif self.path == "/log":
-                self.answer(200, {"log": double.log, "paused": double.paused, "version": double.version})
+            elif self.path == "/state":
+                self.answer(
+                    200, {name: getattr(double, name) for name in ("log", "paused", "version", "flushed")}
+                )
             else:
                 self.answer(*double.handle(self.path, body))
 

@@ -1,8 +1,9 @@
 """New weights to SGLang servers over a torch.distributed group, the trainer being rank 0.
 
 An update is: pause, open an update on the engines, broadcast buckets while every engine receives and
-loads them, close the update, flush the prefix cache, resume. What an engine is asked goes by HTTP in a
-thread per engine, since its answer comes only when the broadcast that it waits for has happened.
+loads them, with the last one take the new version and flush the prefix cache, close the update, resume.
+What an engine is asked goes by HTTP in a thread per engine, since its answer comes only when the broadcast
+that it waits for has happened.
 """
 
 import secrets
@@ -125,12 +126,12 @@ class WeightBroadcast:
             self._every(lambda engine: engine.pause(self._settings.mode))
         with _timed(figures, "transfer"):
             self._every(lambda engine: engine.begin_weight_update())
-            for number, bucket in enumerate(prepared, start=1):
-                self._send(group, bucket, version if number == len(prepared) else None)
+            for bucket in prepared[:-1]:
+                self._send(group, bucket)
+            # No key or value of the old weights may serve the new ones, unless that was asked for.
+            self._send(group, prepared[-1], version, flush_cache=self._settings.mode != "in_place")
             self._every(lambda engine: engine.end_weight_update())
         with _timed(figures, "resume"):
-            if self._settings.mode != "in_place":  # no key or value of old weights may serve the new ones
-                self._every(lambda engine: engine.flush_cache())
             self._every(lambda engine: engine.resume())
         for engine, info in zip(self._engines, self._every(lambda engine: engine.info()), strict=True):
             if info.weight_version != version:
@@ -153,7 +154,9 @@ class WeightBroadcast:
         for engine in self._engines:
             engine.close()
 
-    def _send(self, group: ProcessGroup, bucket: Bucket, version: str | None) -> None:
+    def _send(
+        self, group: ProcessGroup, bucket: Bucket, version: str | None = None, flush_cache: bool = False
+    ) -> None:
         def ask(engine: EngineControl) -> None:
             engine.update_from_distributed(
                 bucket.names,
@@ -161,7 +164,7 @@ class WeightBroadcast:
                 bucket.shapes,
                 group=self._name,
                 version=version,
-                flush_cache=False,
+                flush_cache=flush_cache,
                 flattened=True,
             )
 
