@@ -50,6 +50,8 @@ async def verify(
     if done.timed_out:
         raise GradingError(f"The tests did not end within {seconds:g} s.")
     try:
+        if done.exit_code > 128:  # a program under test may have written a reward and killed the script
+            raise GradingError(f"The tests were killed by signal {done.exit_code - 128}.")
         grade = _grade(json_text, text, evidence)
         if done.running and grade.reward > 0:
             raise GradingError(
