@@ -71,6 +71,7 @@ class Gateway:
             Route("/sessions", self._admin(self.index), methods=["GET"]),
             Route("/sessions/{id}", self._admin(self.inspect), methods=["GET"]),
             Route("/sessions/{id}", self._admin(self.delete), methods=["DELETE"]),
+            Route("/sessions/{id}/turns", self._admin(self.turns), methods=["GET"]),
             Route("/sessions/{id}/trajectories", self._admin(self.trajectories), methods=["GET"]),
             *(
                 Route(base + path, endpoint, methods=[method])
@@ -139,6 +140,9 @@ class Gateway:
     async def inspect(self, request: Request) -> Response:
         session = self._store.get(request.path_params["id"])
         return Json(await asyncio.to_thread(inspection.report, session, self._assets))
+
+    async def turns(self, request: Request) -> Response:
+        return Json({"turns": inspection.turns(self._store.get(request.path_params["id"]))})
 
     async def trajectories(self, request: Request) -> Response:
         session = self._store.get(request.path_params["id"])

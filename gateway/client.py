@@ -53,6 +53,11 @@ class GatewayClient:
         listed: list[dict[str, Any]] = (await self._call("GET", "/sessions"))["sessions"]
         return listed
 
+    async def turns(self, session_id: str) -> list[dict[str, Any]]:
+        """The session's turns as chat messages, in order of commit."""
+        turns: list[dict[str, Any]] = (await self._call("GET", f"/sessions/{session_id}/turns"))["turns"]
+        return turns
+
     async def trajectories(self, session_id: str, picker: str | None = None) -> list[Trajectory]:
         """`picker` is the dotted path of a function that chooses leaves, importable by the gateway."""
         query = {} if picker is None else {"picker": picker}

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
+from titogym.gateway.protocols.chat import wire_message
 from titogym.gateway.sessions.journal import Record
 from titogym.gateway.sessions.session import Session
 from titogym.gateway.sessions.store import SessionStore
@@ -59,6 +60,27 @@ def report(session: Session, assets: ModelAssets) -> dict[str, Any]:
             "mismatches": [asdict(mismatch) for mismatch in mismatches[:_MOST_MISMATCHES]],
         },
     }
+
+
+def turns(session: Session) -> list[dict[str, Any]]:
+    """The session's turns as messages, in order of commit: what each added, and what was answered."""
+    return [
+        {
+            "id": node.id,
+            "parent": None if node.parent is None else node.parent.id,
+            "turn": node.turn,
+            "superseded": not session.tree.counts(node),
+            "messages": [wire_message(message) for message in node.messages],
+            "answer": wire_message(node.answer),
+            "prompt_tokens": node.length - len(node.generation.output_ids),
+            "output_tokens": len(node.generation.output_ids),
+            "cached_tokens": node.generation.cached_tokens,
+            "finish": node.generation.finish,
+            "versions": [span.version for span in node.generation.spans],
+            "seconds": node.generation.timings.total,
+        }
+        for node in session.tree.nodes
+    ]
 
 
 def session_mismatch(session: Session, assets: ModelAssets) -> list[Mismatch]:

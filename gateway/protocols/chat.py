@@ -402,8 +402,14 @@ class ChatReply:
 
 
 def wire_message(message: Message) -> dict[str, Any]:
-    """An assistant message as Chat Completions writes it, reasoning in the field that servers agreed on."""
-    wire: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
+    """A message as Chat Completions writes it, reasoning in the field that servers agreed on."""
+    wire: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.role == "tool":
+        wire["tool_call_id"] = message.tool_call_id
+    if message.name:
+        wire["name"] = message.name
+    if message.role == "assistant":
+        wire["refusal"] = None
     if message.reasoning:
         wire["reasoning_content"] = message.reasoning
     if message.tool_calls:

@@ -5,7 +5,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +36,12 @@ def assets(model_dirs: dict[str, Path]) -> ModelAssets:
 class Served:
     """An ASGI application on a loopback port, in a thread of its own."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, port: int = 0) -> None:
         listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
         listener.listen(256)
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self.port = listener.getsockname()[1]
         config = uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
         run = self._server.serve
@@ -55,14 +55,24 @@ class Served:
         self._thread.join(10)
 
 
-@dataclass
 class Stand:
     """An engine whose next answers a test writes, and the gateway before it."""
 
-    url: str
-    engine: ScriptedEngine
-    assets: ModelAssets
-    answers: list[str]
+    def __init__(self, settings: GatewaySettings, engine: ScriptedEngine, assets: ModelAssets) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.assets = assets
+        self._gateway = Served(create_app(settings))
+        self.url = f"http://127.0.0.1:{self._gateway.port}"
+
+    def restart(self) -> None:
+        """Another gateway on the same port and journal."""
+        self._gateway.stop()
+        self._gateway = Served(create_app(self.settings), self._gateway.port)
+
+    def stop(self) -> None:
+        self._gateway.stop()
+        self.engine.stop()
 
 
 Serve = Callable[..., Stand]
@@ -73,30 +83,31 @@ def serve(model_dirs: dict[str, Path]) -> Iterator[Serve]:
     """Starts a stand: `serve(answers, family=..., engine={...}, **settings)`.
 
     The engine gives the answers in order, the last one again and again; each ends with the stop token
-    unless it ends with "…" (then it is cut, as by length).
+    unless it ends with "…" (then it is cut, as by length). A function answers by itself.
     """
-    stops: list[Callable[[], None]] = []
+    stands: list[Stand] = []
 
     def start(
-        answers: list[str], *, family: str = "qwen3", engine: dict[str, Any] | None = None, **settings: Any
+        answers: list[str] | Callable[[list[int]], str],
+        *,
+        family: str = "qwen3",
+        engine: dict[str, Any] | None = None,
+        **settings: Any,
     ) -> Stand:
         assets = load_model_assets(model_dirs[family])
-        queue = list(answers)
+        queue = [] if callable(answers) else list(answers)
 
         def script(prompt: list[int], params: dict[str, Any]) -> list[int]:
-            text = queue.pop(0) if len(queue) > 1 else queue[0]
+            text = answers(prompt) if callable(answers) else queue.pop(0) if len(queue) > 1 else queue[0]
             cut = text.endswith("…")
             return assets.tokenizer.encode(text.removesuffix("…") + ("" if cut else "<|im_end|>"))
 
         double = ScriptedEngine(script, tokenizer=assets.tokenizer, **(engine or {}))
         double.start()
-        stops.append(double.stop)
-        gateway = Served(
-            create_app(GatewaySettings(engines=(double.url,), model_dir=model_dirs[family], **settings))
-        )
-        stops.append(gateway.stop)
-        return Stand(gateway.url, double, assets, queue)
+        made = GatewaySettings(engines=(double.url,), model_dir=model_dirs[family], **settings)
+        stands.append(Stand(made, double, assets))
+        return stands[-1]
 
     yield start
-    for stop in reversed(stops):
-        stop()
+    for stand in stands:
+        stand.stop()

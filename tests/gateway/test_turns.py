@@ -504,6 +504,21 @@ async def test_admin_routes_need_the_admin_key(serve):
     assert httpx.get(f"{stand.url}/metrics").status_code == 401  # noqa: ASYNC210
 
 
+async def test_turns_as_messages(serve):
+    stand = serve([f"{THINK}I look.\n{CALL}", "done"])
+    async with GatewayClient(stand.url) as gateway:
+        session = await gateway.create_session()
+        messages = await asyncio.to_thread(agent, session, 2, False)
+        first, second = await gateway.turns(session.id)
+    assert first["messages"] == messages[:2]
+    assert first["answer"] == {**messages[2], "refusal": None}
+    assert second["messages"] == messages[3:4]
+    assert second["answer"]["content"] == "done"
+    assert (second["id"], second["parent"], second["turn"], second["superseded"]) == (1, 0, 2, False)
+    assert second["prompt_tokens"] == len(stand.engine.requests[1]["input_ids"])
+    assert second["cached_tokens"] == first["prompt_tokens"] + first["output_tokens"]
+
+
 async def test_life_of_a_session(serve):
     stand = serve(["hello"])
     async with GatewayClient(stand.url) as gateway:
