@@ -5,6 +5,8 @@ It runs in this process, hundreds of episodes at a time; only its commands run i
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +29,8 @@ MALFORMED = "Your tool call could not be read. Call the bash tool with JSON argu
 
 # Text that only stands in an answer when the model meant to call a tool and got the syntax wrong.
 CALL_MARKS = ("<tool_call", "</tool_call", "<function", "[TOOL_CALLS]", "<|tool_call")
+
+_CONNECT_SECONDS = 30.0
 
 
 class _Stop(Exception):
@@ -62,8 +66,7 @@ class OpenAILoop:
     inside = False
 
     def __post_init__(self) -> None:
-        self._client: openai.AsyncOpenAI | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tls = httpx.create_ssl_context()  # making one takes longer than a turn
         self._tools = [
             {
                 "type": "function",
@@ -86,15 +89,13 @@ class OpenAILoop:
         return ()
 
     async def close(self) -> None:
-        if self._client is not None:
-            await self._client.close()
-            self._client = None
+        pass
 
     async def run(self, task: Task, sandbox: Sandbox, connection: Connection) -> HarnessResult:
         progress = {"turns": 0, "tokens": 0}
         try:
-            async with asyncio.timeout(task.limits.agent_seconds):
-                await self._converse(task, sandbox, connection, progress)
+            async with asyncio.timeout(task.limits.agent_seconds), self._connect(connection) as client:
+                await self._converse(task, sandbox, client, connection.model, progress)
         except _Stop as stop:
             return HarnessResult(stop.outcome, stop.detail, metadata=progress)
         except TimeoutError:
@@ -107,16 +108,36 @@ class OpenAILoop:
             return HarnessResult(outcome, detail, metadata=progress)
         return HarnessResult("finished", metadata=progress)
 
+    @asynccontextmanager
+    async def _connect(self, connection: Connection) -> AsyncIterator[openai.AsyncOpenAI]:
+        """A client with a connection of its own.
+
+        One pool for all episodes would be searched from end to end at every request: at 100 episodes
+        that costs three times the CPU of the request itself.
+        """
+        async with httpx.AsyncClient(verify=self._tls, trust_env=False) as pool:
+            yield openai.AsyncOpenAI(
+                api_key=connection.api_key,
+                base_url=connection.base_url,
+                http_client=pool,
+                max_retries=self.retries,
+                timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
+            )
+
     async def _converse(
-        self, task: Task, sandbox: Sandbox, connection: Connection, progress: dict[str, int]
+        self,
+        task: Task,
+        sandbox: Sandbox,
+        client: openai.AsyncOpenAI,
+        model: str,
+        progress: dict[str, int],
     ) -> None:
-        client = self._shared_client().with_options(base_url=connection.base_url, api_key=connection.api_key)
         messages: list[dict[str, Any]] = []
         if self.system:
             messages.append({"role": "system", "content": self.system.replace("{workdir}", task.workdir)})
         messages.append({"role": "user", "content": task.instruction})
         while progress["turns"] < task.limits.turns:
-            completion = await self._turn(client, connection.model, messages)
+            completion = await self._turn(client, model, messages)
             progress["turns"] += 1
             progress["tokens"] += completion.usage.completion_tokens if completion.usage else 0
             choice = completion.choices[0]
@@ -157,24 +178,6 @@ class OpenAILoop:
         if not isinstance(command, str):
             return 'error: the arguments must be JSON like {"command": "ls"}'
         return render(await sandbox.exec(command, timeout=self.command_seconds), self.output_chars)
-
-    def _shared_client(self) -> openai.AsyncOpenAI:
-        """One connection pool for every episode of this event loop, with no cap on connections."""
-        loop = asyncio.get_running_loop()
-        if self._client is None or self._loop is not loop:
-            pool = httpx.AsyncClient(
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-                timeout=httpx.Timeout(None, connect=30.0),
-            )
-            self._client = openai.AsyncOpenAI(
-                api_key="unset",
-                base_url="http://unset",
-                http_client=pool,
-                max_retries=self.retries,
-                timeout=None,
-            )
-            self._loop = loop
-        return self._client
 
 
 def render(result: ExecResult, limit: int) -> str:

@@ -62,7 +62,12 @@ def command(
         first = error.errors(include_url=False)[0]
         raise UserError(f"{'.'.join(map(str, first['loc']))} {first['msg']}".strip()) from None
     config = uvicorn.Config(
-        create_app(settings), log_level="warning", access_log=False, timeout_graceful_shutdown=3
+        create_app(settings),
+        log_level="warning",
+        access_log=False,
+        # Longer than any client keeps an idle connection, so that none sends into one that we just closed.
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=3,
     )
     typer.echo(f"Gateway at http://{host}:{port}, sessions in {settings.journal}")
     uvicorn.Server(config).run(sockets=[listener])
