@@ -205,7 +205,7 @@ def test_a_run_killed_and_interrupted_leaves_nothing_and_goes_on(model_dir, engi
         )
 
     def wait_for_step(step: int, driver: "subprocess.Popen[bytes]") -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 200
         while not any(r["step"] >= step for r in run.metrics()):
             assert driver.poll() is None, (directory / "out.txt").read_text()
             assert time.monotonic() < deadline
@@ -222,8 +222,8 @@ def test_a_run_killed_and_interrupted_leaves_nothing_and_goes_on(model_dir, engi
     driver = start("--resume")
     wait_for_step(checkpoint + 2, driver)
     driver.send_signal(signal.SIGINT)
-    assert driver.wait(60) == 130
-    assert left_behind(directory, seconds=1) == []
+    assert driver.wait(120) == 130
+    assert left_behind(directory) == []
     assert list((directory / "sandboxes").iterdir()) == []
     text = (directory / "out.txt").read_text()
     assert f"Continuing from step {checkpoint}" in text
