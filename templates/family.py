@@ -10,6 +10,7 @@ from titogym.errors import UserError
 from titogym.templates.conversation import Role
 
 JINJA = Path(__file__).with_name("jinja")
+SIGNATURE = "titogym family: "  # ahead of a family's name in its template
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class CallMarks:
     call: str  # opens a call, ahead of its name
     named: str  # ends the name
     end: str  # ends the call
+    id: str = ""  # stands between the name and the model's own id of the call
     key: str = ""  # opens an argument, ahead of its name
     keyed: str = ""  # ends the argument's name
     value: str = ""  # opens the value, where `keyed` does not
@@ -107,10 +109,14 @@ class Family:
         return (*self.stop, *self.openers, *self.tokens)
 
     def source(self) -> str:
-        """The text of the template, its settings ahead. Raises `UserError` when the file cannot be read."""
+        """The text of the template, its name and settings ahead, so that it serves elsewhere as it is.
+
+        Raises `UserError` when the file cannot be read.
+        """
         try:
             text = (JINJA / self.template).read_text(encoding="utf-8")
         except OSError as error:
             raise UserError(f"Family {self.name}: cannot read its template: {error}") from error
+        named = f"{{#- {SIGNATURE}{self.name} -#}}\n"
         settings = (f"{{%- set {name} = {json.dumps(value)} -%}}\n" for name, value in self.settings.items())
-        return "".join(settings) + text
+        return "".join((named, *settings, text))

@@ -69,9 +69,10 @@ def assemble(model_dir: Path, family: Family, tokenizer: Tokenizer, renderer: Re
     for text in family.control_texts:
         token_id = tokenizer.token_to_id(text)
         if token_id is None:
+            does = "writes" if text in family.tokens else "ends turns with"
             raise UserError(
-                f"Family {family.name} {'writes' if text in family.tokens else 'ends turns with'} {text}, which "
-                f"the tokenizer of {model_dir} does not have as a token; choose another --family."
+                f"Family {family.name} {does} {text}, which the tokenizer of {model_dir} does not have as a "
+                "token; choose another --family."
             )
         control_ids.add(token_id)
         if text not in family.tokens:

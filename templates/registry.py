@@ -4,6 +4,7 @@ Families of others join by a Python entry point in group `titogym.families` (its
 its value a `Family`), or are named by dotted path (`package.module:FAMILY`) where a run asks for one.
 """
 
+import re
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -11,9 +12,10 @@ from pathlib import Path
 from titogym.errors import UserError
 from titogym.templates import published
 from titogym.templates.families import BUILT_IN
-from titogym.templates.family import Family, Signs
+from titogym.templates.family import SIGNATURE, Family, Signs
 
 GROUP = "titogym.families"
+_SIGNED = re.compile(r"\{#-? " + re.escape(SIGNATURE) + r"(\S+) -?#\}")
 
 
 def families() -> dict[str, Family]:
@@ -44,6 +46,9 @@ def resolve(model_dir: Path, name: str | None = None) -> Family:
             )
         return known[name]
     template = published.chat_template(model_dir)
+    signed = template and _SIGNED.match(template)
+    if signed and signed[1] in known:
+        return known[signed[1]]
     architectures = published.architectures(model_dir)
     fitting = [
         family

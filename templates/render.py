@@ -81,7 +81,10 @@ class Renderer:
         """What the template writes to open an assistant message behind one of role `after`."""
         asked = [Message("user", "x")]
         if after == "tool":
-            asked += [Message("assistant", "x", tool_calls=(_CALL,)), Message("tool", "x", tool_call_id=_CALL.id)]
+            asked += [
+                Message("assistant", "x", tool_calls=(_CALL,)),
+                Message("tool", "x", tool_call_id=_CALL.id),
+            ]
         kwargs = Prefix(kwargs=prefix.kwargs)
         closed = self.render(asked, kwargs, add_generation_prompt=False)
         return self.render(asked, kwargs, add_generation_prompt=True).removeprefix(closed)
@@ -134,7 +137,7 @@ class Renderer:
                 value = json.loads(arguments or "{}")
             except (ValueError, RecursionError):
                 value = None
-            if self.published and value is not None or isinstance(value, dict):
+            if (self.published and value is not None) or isinstance(value, dict):
                 return self._guard.value(value)
         return self._guard.text(arguments) or "{}"
 

@@ -144,6 +144,7 @@ class TurnService:
             stops=plan.params.stop,
             opened=plan.extension.opened,
             calls=request.calls,
+            tools=request.prefix.tools,
         )
         output, logprobs = token_array(()), logprob_array(())
         finish: Finish | None = None

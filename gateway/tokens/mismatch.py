@@ -55,7 +55,8 @@ def compare(assets: ModelAssets, leaf: Node) -> list[Mismatch]:
 def closed_row(assets: ModelAssets, leaf: Node) -> list[int]:
     """The row with what the template writes behind its last answer."""
     sampled = leaf.generation.output_ids
-    joint = seam(sampled, assets.closer_ids, (), assets.opener_ids, len(sampled))
+    closer, openers = assets.closing(leaf.answer)
+    joint = seam(sampled, closer, (), openers, len(sampled))
     tokens = row(leaf).tolist()
     return [*tokens[: len(tokens) - joint.trim], *joint.append]
 
@@ -75,7 +76,7 @@ class _Comparison:
         self._actual = actual
         self._rendered = rendered
         self._answers = {node.depth - 1: node for node in nodes}
-        self._control = assets.tokenizer.special_ids | assets.stop_ids
+        self._control = assets.control_ids
         self._characters: list[int] | None = None  # where each rendered token ends in the text
         self._ends: dict[int, int] = {}  # messages -> characters of their rendering
 

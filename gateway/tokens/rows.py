@@ -30,12 +30,14 @@ def extend(
     """
     reasoning = assets.family.reasoning
     try:
-        opened = reasoning is not None and reasoning.open_after(assets.renderer.opener(prefix))
+        after = messages[-1].role if messages else "user"
+        opened = reasoning is not None and reasoning.open_after(assets.renderer.opener(prefix, after=after))
         if parent is None:
             return Extension(0, assets.encode(messages, prefix, add_generation_prompt=True), opened)
         added = suffix(assets.renderer, assets.tokenizer, messages, prefix, neighbour=parent.answer)
     except RenderError as error:
         raise RequestError(str(error), param="messages") from error
     sampled = parent.generation.output_ids
-    joint = seam(sampled, assets.closer_ids, added, assets.opener_ids, len(sampled))
+    closer, openers = assets.closing(parent.answer)
+    joint = seam(sampled, closer, added, openers, len(sampled))
     return Extension(joint.trim, joint.append, opened)

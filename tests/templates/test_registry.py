@@ -46,7 +46,7 @@ def test_dotted_paths_and_entry_points(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("qwen9", "no family 'qwen9'; choose one of quickstart, qwen3, smollm2"),
+        ("qwen9", "no family 'qwen9'; choose one of .*quickstart, qwen2.5, qwen3, .*smollm2"),
         ("titogym.nowhere:X", "Cannot import family titogym.nowhere:X"),
         ("titogym.templates.families:NOTHING", "Cannot import family"),
         ("titogym.templates.families:BUILT_IN", "must be a titogym Family"),
@@ -72,15 +72,19 @@ def test_an_unknown_folder_asks_for_a_family(tmp_path):
         registry.resolve(tmp_path)
 
 
+PUBLISHED = "{#- named SmolLM, trained by Hugging Face -#}"
+
+
 def test_two_families_that_fit_are_both_named(tmp_path, monkeypatch):
-    twin = replace(QUICKSTART, name="twin")
-    monkeypatch.setattr(registry, "BUILT_IN", (*BUILT_IN, twin))
-    with pytest.raises(UserError, match="quickstart and twin both fit"):
-        registry.resolve(models.write_model_dir(tmp_path, QUICKSTART))
+    (tmp_path / "chat_template.jinja").write_text(PUBLISHED)
+    assert registry.resolve(tmp_path) is SMOLLM2
+    monkeypatch.setattr(registry, "BUILT_IN", (*BUILT_IN, replace(SMOLLM2, name="twin")))
+    with pytest.raises(UserError, match="smollm2 and twin both fit"):
+        registry.resolve(tmp_path)
 
 
 def test_another_architecture_with_the_same_template_does_not_fit(tmp_path):
-    models.write_model_dir(tmp_path, QUICKSTART)
+    (tmp_path / "chat_template.jinja").write_text(PUBLISHED)
     (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}')
     with pytest.raises(UserError, match="fit none"):
         registry.resolve(tmp_path)
@@ -106,6 +110,7 @@ def test_folders_that_cannot_serve_are_refused_in_a_sentence(tmp_path):
     models.byte_level(["<|im_start|>", "<|im_end|>"]).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UserError, match=r"ends turns with <\|endoftext\|>"):
         load_model_assets(tmp_path)
+    models.write_model_dir(tmp_path, QUICKSTART)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"Cannot read .*config\.json"):
         load_model_assets(tmp_path)

@@ -1,11 +1,13 @@
 """From sampled tokens to an assistant message, while they arrive."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from titogym.gateway.tokens.parsers.events import Collector, Content, Event
+from titogym.gateway.tokens.parsers.harmony import HarmonyParser
 from titogym.gateway.tokens.parsers.reasoning import ReasoningSplitter
 from titogym.gateway.tokens.parsers.scan import StopStrings
-from titogym.gateway.tokens.parsers.tool_calls import PARSERS
+from titogym.gateway.tokens.parsers.tool_calls import HARMONY, PARSERS
 from titogym.templates.conversation import Message
 from titogym.templates.family import Family
 from titogym.templates.tokenizer import Tokenizer
@@ -15,7 +17,8 @@ class AnswerParser:
     """Decodes and parses one answer, each token once.
 
     `stop_ids` end a turn and are no text; `opened` says that the prompt left reasoning open; without
-    `calls` (the request offers no tools) what looks like a tool call is content.
+    `calls` (the request offers no tools) what looks like a tool call is content. `tools` are the
+    definitions of the request, whose types some formats of calls need.
     """
 
     def __init__(
@@ -27,14 +30,19 @@ class AnswerParser:
         stops: Sequence[str] = (),
         opened: bool = False,
         calls: bool = True,
+        tools: Sequence[dict[str, Any]] = (),
     ) -> None:
         self._decoder = tokenizer.stream()
         self._stop_ids = stop_ids
         self._last: list[int] = []  # a stop token that may be the last
         self._stops = StopStrings(stops)
-        self._reasoning = ReasoningSplitter(family.reasoning, opened)
-        form = family.tool_calls if calls else None
-        self._calls = PARSERS[form.kind](form) if form else None
+        form = family.tool_calls
+        self._split: ReasoningSplitter | HarmonyParser
+        if form is not None and form.kind == HARMONY:
+            self._split, form = HarmonyParser(calls), None
+        else:
+            self._split = ReasoningSplitter(family.reasoning, opened)
+        self._calls = PARSERS[form.kind](form, tools) if form and calls else None
         self._collector = Collector()
 
     def push(self, ids: Sequence[int]) -> list[Event]:
@@ -42,12 +50,12 @@ class AnswerParser:
         ids, self._last = [*self._last, *ids], []
         if ids and ids[-1] in self._stop_ids:
             self._last = [ids.pop()]
-        return self._collect(self._reasoning.push(self._stops.push(self._decoder.push(ids))))
+        return self._collect(self._split.push(self._stops.push(self._decoder.push(ids))))
 
     def finish(self) -> list[Event]:
         """The last events. A stop token at the end has done its work and is dropped."""
         text = self._stops.push(self._decoder.flush()) + self._stops.flush()
-        return self._collect([*self._reasoning.push(text), *self._reasoning.flush()], last=True)
+        return self._collect([*self._split.push(text), *self._split.flush()], last=True)
 
     def message(self) -> Message:
         """The whole message, once `finish` was called."""

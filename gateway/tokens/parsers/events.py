@@ -17,11 +17,13 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A tool call begins. `index` counts the answer's calls from 0."""
+    """A tool call begins. `index` counts the answer's calls from 0; `native_id` is the id that the model
+    gave it, where its format has ids."""
 
     index: int
     id: str
     name: str
+    native_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,5 +65,7 @@ class Collector:
             role="assistant",
             content="".join(self.content),
             reasoning="".join(self.reasoning),
-            tool_calls=tuple(ToolCall(call.id, call.name, "".join(pieces)) for call, pieces in calls),
+            tool_calls=tuple(
+                ToolCall(call.id, call.name, "".join(pieces), call.native_id) for call, pieces in calls
+            ),
         )

@@ -73,7 +73,8 @@ class JsonFence:
                     continue
                 self._in_string = False
                 self._broken = found[0] != '"'
-                at = found.end()
+                # A broken string may end in the marker's own first character.
+                at = found.start() if self._broken else found.end()
                 continue
             if self._broken:
                 end = text.find(self._marker, at)
