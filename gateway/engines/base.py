@@ -21,7 +21,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    seed: int | None = None
+    seed: int | None = None  # SGLang heeds it only with --enable-deterministic-inference
     json_schema: str | None = None
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -18,6 +19,9 @@ from titogym.processes import Child, free_port, spawn
 
 _CPU_SHIM = Path(__file__).parent / "cpu_shim"
 _SCRATCH = "titogym-engine-"
+_REASON = re.compile(
+    r"^(?:\w*(?:Error|Exception): .+|.* error: .+)$", re.MULTILINE
+)  # what stopped it, in its log
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +139,12 @@ def launch(
     )
     try:
         engine.child.wait_ready(lambda: answers(url), timeout)
+    except UserError as error:
+        engine.stop()
+        reasons = _REASON.findall(engine.child.log_tail(40))
+        raise UserError(
+            f"SGLang did not start: {reasons[-1]} (its log: {log})" if reasons else str(error)
+        ) from None
     except BaseException:
         engine.stop()
         raise
