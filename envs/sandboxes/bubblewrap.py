@@ -9,8 +9,9 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -25,22 +26,16 @@ _MERGED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 # Top-level names that belong to the system: made anew for every sandbox, never taken over.
 SYSTEM_ENTRIES = frozenset(_MERGED) | {"usr", "nix", "etc", "proc", "dev", "sys", "run"}
 SYSTEM_ENTRIES |= {"tests", "solution", "logs"}
-_ETC_DIRECTORIES = (
-    *("dev", "etc", "home", "logs", "logs/agent", "logs/verifier", "mnt", "opt", "proc", "root", "run"),
-    *("srv", "tmp", "usr", "var", "var/log", "var/tmp"),
-)
-_ETC_FILES = ("ld.so.cache", "localtime", "mime.types", "os-release", "services")
+_SYSTEM_DIRECTORIES = ("dev", "etc", "logs", "logs/agent", "logs/verifier", "proc", "run", "usr")
+_STANDARD_DIRECTORIES = ("home", "mnt", "opt", "root", "srv", "tmp", "var", "var/log", "var/tmp")
+_ETC_DIRECTORIES = ("alternatives", "ssl", "ca-certificates", "pki", "perl", "python3", "terminfo", "fonts")
+_ETC_FILES = ("ld.so.cache", "localtime", "os-release", "services")
 _ETC_TEXTS = {
     "passwd": "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
     "group": "root:x:0:\nnogroup:x:65534:\n",
     "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
-    "hostname": "sandbox\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
 }
-_DIRECTORIES = (
-    *("dev", "etc", "home", "logs", "logs/agent", "logs/verifier", "mnt", "opt", "proc", "root", "run"),
-    *("srv", "tmp", "usr", "var", "var/log", "var/tmp"),
-)
 _MIB = 1 << 20
 
 
@@ -90,23 +85,14 @@ def probe(user: int | None) -> None:
         )
 
 
-def make_root(root: Path, *, workdir: str, network: bool, user: int | None) -> None:
-    """Lay out a fresh root directory: empty but for what programs expect of a system.
+def make_system(root: Path, *, network: bool, user: int | None) -> None:
+    """Lay out the system's part of a fresh root directory, which must not exist.
 
-    Everything in it belongs to `user`, where one is given. Raises `SandboxError` for a work directory that
-    is none.
+    Everything in it belongs to `user`, where one is given.
     """
-    parts = PurePosixPath(workdir).parts
-    if parts[:1] != ("/",) or ".." in parts or (len(parts) > 1 and parts[1] in SYSTEM_ENTRIES):
-        raise SandboxError(
-            f"{workdir!r} cannot be a work directory: give an absolute path outside the system."
-        )
-    made = [str(root)]
-    os.mkdir(root)
-    nested = ("/".join(parts[1:end]) for end in range(2, len(parts) + 1))
-    for name in dict.fromkeys((*_DIRECTORIES, *nested)):
-        os.mkdir(f"{root}/{name}")
-        made.append(f"{root}/{name}")
+    made = [str(root), *(f"{root}/{name}" for name in _SYSTEM_DIRECTORIES)]
+    for path in made:
+        os.mkdir(path)
     for name, target in _merged_links().items():
         os.symlink(target, f"{root}/{name}")
         made.append(f"{root}/{name}")
@@ -115,8 +101,44 @@ def make_root(root: Path, *, workdir: str, network: bool, user: int | None) -> N
         with open(path, "xb", 0) as file:
             file.write(content)
         made.append(path)
+    _give(made, user)
+
+
+def complete(root: Path, *, workdir: str, user: int | None) -> list[str]:
+    """Make the standard directories and the work directory where they are missing.
+
+    Returns those in whose place something else was found, a link perhaps; that is deleted. Raises
+    `SandboxError` for a work directory that cannot be one.
+    """
+    parts = PurePosixPath(workdir).parts
+    if parts[:1] != ("/",) or ".." in parts or (len(parts) > 1 and parts[1] in SYSTEM_ENTRIES):
+        raise SandboxError(
+            f"{workdir!r} cannot be a work directory: give an absolute path outside the system."
+        )
+    nested = ("/".join(parts[1:end]) for end in range(2, len(parts) + 1))
+    made, replaced = [], []
+    for name in dict.fromkeys((*_STANDARD_DIRECTORIES, *nested)):
+        path = f"{root}/{name}"
+        try:
+            mode = os.lstat(path).st_mode
+        except FileNotFoundError:
+            pass
+        else:
+            if stat.S_ISDIR(mode):
+                if mode & stat.S_IRWXU != stat.S_IRWXU:
+                    os.chmod(path, stat.S_IMODE(mode) | stat.S_IRWXU)
+                continue
+            os.unlink(path)
+            replaced.append(f"/{name}")
+        os.mkdir(path)
+        made.append(path)
+    _give(made, user)
+    return replaced
+
+
+def _give(paths: Iterable[str], user: int | None) -> None:
     if user is not None:
-        for path in made:
+        for path in paths:
             os.lchown(path, user, user)
 
 

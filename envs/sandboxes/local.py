@@ -202,12 +202,14 @@ class LocalSandbox:
     async def successor(
         self, *, read_only: Mapping[str, Path | Mapping[str, str]], env: Mapping[str, str]
     ) -> "LocalSandbox":
+        if self._destroyed:
+            raise SandboxError("The sandbox has been destroyed.")
         await self.kill_processes()
         heir = LocalSandbox(self._backend, replace(self._spec, env=dict(env), mounts=(), services={}))
         heir._user = self._user  # the files are its
         try:
-            await to_its_end(asyncio.to_thread(heir._lay_out, read_only))
-            heir.remarks += self.remarks + _hand_over(self._root, heir._root, self._spec.workdir)
+            heir.remarks += self.remarks
+            await to_its_end(asyncio.to_thread(heir._lay_out, read_only, self._root))
             await self.destroy()
             self._backend.storage.add(heir)
             await heir._running()
@@ -227,14 +229,22 @@ class LocalSandbox:
         finally:
             await asyncio.to_thread(reaper.remove, self._backend.root, self._backend.hierarchies, self.id)
 
-    def _lay_out(self, read_only: Mapping[str, Path | Mapping[str, str]]) -> None:
-        """Everything on disk; the directory's name already says who owns it."""
+    def _lay_out(
+        self, read_only: Mapping[str, Path | Mapping[str, str]], inherit: Path | None = None
+    ) -> None:
+        """Everything on disk, beginning with the directory whose name says who owns it.
+
+        `inherit` is the root directory of a sandbox whose files this one takes over.
+        """
         self._home.mkdir(mode=0o711)
         record = {"labels": dict(self._spec.labels), "created": time.time(), "workdir": self._spec.workdir}
         (self._home / "record.json").write_text(json.dumps(record))
         self._group = cgroups.create(self._backend.hierarchies, self.id, self._spec.limits)
-        network = self._spec.network == "open"
-        bubblewrap.make_root(self._root, workdir=self._spec.workdir, network=network, user=self._user)
+        bubblewrap.make_system(self._root, network=self._spec.network == "open", user=self._user)
+        if inherit is not None:
+            _hand_over(inherit, self._root)
+        replaced = bubblewrap.complete(self._root, workdir=self._spec.workdir, user=self._user)
+        self.remarks += [f"{path} was no longer a directory" for path in replaced]
         for number, (target, tree) in enumerate(read_only.items()):
             copy = self._home / f"mount-{number}"
             _copy_tree(tree, copy)
@@ -326,33 +336,11 @@ def _user_of_its_own() -> bool:
     return inside == outside == 0 and count > _FIRST_USER + _USERS
 
 
-def _hand_over(old: Path, new: Path, workdir: str) -> list[str]:
-    """Move the agent's files into the fresh root; returns remarks on what it had tampered with.
-
-    System entries stay behind. A standard directory, or a part of the work directory, that the agent
-    replaced by something else (a link into the tests, say) is an empty directory again.
-    """
-    remarks = []
-    standard = {entry for entry in os.listdir(new) if entry not in bubblewrap.SYSTEM_ENTRIES}
+def _hand_over(old: Path, new: Path) -> None:
+    """Move the agent's top-level entries into the fresh root. Those of the system stay behind."""
     for entry in os.listdir(old):
-        if entry in bubblewrap.SYSTEM_ENTRIES:
-            continue
-        if entry in standard:
-            if not _is_directory(old / entry):
-                remarks.append(f"/{entry} was no longer a directory")
-                continue
-            shutil.rmtree(new / entry)
-        _move(old / entry, new / entry)
-    path = new
-    for part in Path(workdir.lstrip("/")).parts:
-        path /= part
-        if not _is_directory(path):
-            remarks.append(f"{workdir} was no longer a directory")
-            path.unlink(missing_ok=True)
-            path.mkdir()
-            os.chown(path, new.stat().st_uid, new.stat().st_gid)
-        os.chmod(path, path.stat().st_mode | 0o700)
-    return remarks
+        if entry not in bubblewrap.SYSTEM_ENTRIES:
+            _move(old / entry, new / entry)
 
 
 def _move(source: Path, target: Path) -> None:
@@ -364,10 +352,6 @@ def _move(source: Path, target: Path) -> None:
         os.chmod(source, mode | stat.S_IRWXU)
         os.rename(source, target)
         os.chmod(target, mode)
-
-
-def _is_directory(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
 
 
 def _read_beneath(root: Path, path: str, limit: int) -> bytes | None:

@@ -167,6 +167,8 @@ async def test_destroy_ends_running_commands_and_may_be_repeated(backend):
     await sandbox.destroy()
     with pytest.raises(SandboxError, match="destroyed"):
         await sandbox.exec("true")
+    with pytest.raises(SandboxError, match="destroyed"):
+        await sandbox.successor(read_only={}, env={})
 
 
 async def test_an_agent_that_attacks_process_1_harms_only_itself(sandbox):
