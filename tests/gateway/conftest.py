@@ -15,15 +15,15 @@ from tests.doubles.scripted_engine import ScriptedEngine
 from tests.templates.models import write_model_dir
 from titogym.gateway.app import create_app
 from titogym.gateway.settings import GatewaySettings
-from titogym.templates.families import BUILT_IN
+from titogym.templates.families import QUICKSTART, QWEN3, SMOLLM2
 from titogym.templates.model import ModelAssets, load_model_assets
 
-FAMILIES = {family.name: family for family in BUILT_IN}
+FAMILIES = {family.name: family for family in (QUICKSTART, QWEN3, SMOLLM2)}
 
 
 @pytest.fixture(scope="session")
 def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder per built-in family, with a small tokenizer of our own."""
+    """A folder per kind of tool-call format and reasoning, with a small tokenizer of our own."""
     root = tmp_path_factory.mktemp("models")
     return {name: write_model_dir(root / name, family) for name, family in FAMILIES.items()}
 
