@@ -19,6 +19,8 @@ socket's end of file means that the driver has gone: process 1 exits and the ker
 Nothing here is trusted by the driver: the agent may attack this process, and then only harms itself.
 """
 
+from __future__ import annotations
+
 import _signal as signal  # type: ignore[import-not-found]
 import _socket as socket
 import ctypes

@@ -40,11 +40,12 @@ def list_environments() -> None:
 
 @command.command()
 def check(
-    directory: Path = typer.Argument(help="A task directory, or a directory of them."),
+    source: str = typer.Argument(metavar="DIR", help="A task directory, a directory of them, or 'starter'."),
     repeats: int = typer.Option(3, min=1, help="How often each is tried; results that differ are flaky."),
     parallel: int = typer.Option(4, min=1, help="How many sandboxes run at once."),
 ) -> None:
     """Check that the solution of every task scores 1 and doing nothing scores 0, every time."""
+    directory = registry.STARTER if source == "starter" else Path(source)
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory.")
     directories = registry.task_directories(directory)
