@@ -35,7 +35,7 @@ class EnginePool:
         self._interval = interval
         self._down: set[Engine] = set()
         self._load = dict.fromkeys(self.engines, 0)  # requests in flight
-        self._context_length: int | None = None
+        self._lengths: dict[Engine, int] = {}  # context length, of those that were asked
         self._checks: asyncio.Task[None] | None = None
 
     async def choose(self, session_id: str) -> Engine:
@@ -44,25 +44,24 @@ class EnginePool:
         What it returns is good for one `generate`. If the engine fails before its first token, the request
         goes on to the next one in the session's order; `url` then names the one that really served.
         """
-        self._start_checks()
-        if len(self._down) == len(self.engines):
-            await self._check()
+        await self._look()
         return _Route(self._preferred(session_id), self._load, self._down)
 
     async def context_length(self) -> int:
-        """Tokens of prompt and output that every engine takes. Raises `NoEngineError`."""
-        if self._context_length is None:
-            answers = await asyncio.gather(
-                *(engine.info() for engine in self.engines), return_exceptions=True
-            )
-            lengths = [answer.context_length for answer in answers if isinstance(answer, EngineInfo)]
-            if not lengths:
-                raise self._none_left()
-            shortest = min(lengths) if self._limit is None else min(*lengths, self._limit)
-            if len(lengths) < len(self.engines):
-                return shortest  # the missing ones may take less: ask again next time
-            self._context_length = shortest
-        return self._context_length
+        """Tokens of prompt and output that every engine takes which answers. Raises `NoEngineError`."""
+        await self._look()
+        unknown = [e for e in self.engines if e not in self._lengths and e not in self._down]
+        answers = await asyncio.gather(*(engine.info() for engine in unknown), return_exceptions=True)
+        for engine, answer in zip(unknown, answers, strict=True):
+            if isinstance(answer, EngineInfo):
+                self._lengths[engine] = answer.context_length
+            elif isinstance(answer, EngineError):
+                self._down.add(engine)
+            else:
+                raise answer
+        if not self._lengths:
+            raise self._none_left()
+        return min([*self._lengths.values(), *([] if self._limit is None else [self._limit])])
 
     async def ready(self) -> bool:
         """Whether an engine answers now."""
@@ -91,9 +90,12 @@ class EnginePool:
         urls = ", ".join(engine.url for engine in self.engines)
         return NoEngineError(f"none of the engines answers: {urls}", retry_after=self._interval)
 
-    def _start_checks(self) -> None:
+    async def _look(self) -> None:
+        """Keep health checks going. When none is known to be up, look now rather than at the next one."""
         if self._checks is None:
             self._checks = asyncio.create_task(self._check_forever())
+        if len(self._down) == len(self.engines):
+            await self._check()
 
     async def _check_forever(self) -> None:
         while True:
@@ -103,7 +105,9 @@ class EnginePool:
     async def _check(self) -> None:
         async def check(engine: Engine) -> None:
             if await engine.healthy():
-                self._down.discard(engine)
+                if engine in self._down:
+                    self._down.remove(engine)
+                    self._lengths.pop(engine, None)  # it may have come back with another model
             else:
                 self._down.add(engine)
 

@@ -151,6 +151,18 @@ async def test_context_length_is_the_shortest(pool: EnginePool, servers: list[Sc
     assert await pool.context_length() == 998
     limited = EnginePool(pool.engines, limit=500)
     assert await limited.context_length() == 500
+    await limited.close()
+
+
+async def test_context_length_leaves_the_dead_out(pool: EnginePool, servers: list[ScriptedEngine]) -> None:
+    servers[1].context_length = 1000
+    await asyncio.to_thread(servers[1].stop)
+    assert await pool.context_length() == 4094
+    servers[1].start()
+    deadline = time.monotonic() + 5
+    while await pool.context_length() != 998:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
 
 
 async def test_context_length_without_engines() -> None:
