@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from titogym.trainer.batch import TrainBatch
@@ -74,7 +75,7 @@ def batch(lengths: list[int], seed: int = 0, temperature: float = 1.0) -> TrainB
     return made
 
 
-def reference_logprobs(model: Any, made: TrainBatch) -> list[np.ndarray]:
+def reference_logprobs(model: Any, made: TrainBatch) -> list[NDArray[np.float64]]:
     """Each sequence alone through transformers; unmasked entries 0."""
     result = []
     for tokens, mask in zip(made.tokens, made.loss_mask, strict=True):

@@ -25,13 +25,14 @@ def test_every_marked_entry_is_scored_once_within_the_budget(marked, budget):
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, 1000, len(mask)).astype(np.int32) for mask in marked]
     weights = [np.asarray(mask, dtype=np.float32) for mask in marked]
-    found = [np.zeros(len(mask), dtype=np.float32) for mask in marked]
+    as_floats = [part.astype(np.float32) for part in tokens]
+    found = [np.zeros_like(part) for part in weights]
     made = list(microbatches(tokens, weights, budget, CPU))
     for micro in made:
         bounds = micro.packing.cu_seqlens_q.tolist()
         assert bounds[-1] == micro.tokens.numel()
         assert micro.tokens.numel() <= budget or len(micro.members) == 1
-        assert torch.equal(micro.gather(tokens).long(), micro.targets)
+        assert torch.equal(micro.gather(as_floats).long(), micro.targets)
         # the position before each target holds the token before it, inside the target's own sequence
         before = [tokens[i][entries - 1] for i, entries in micro.members]
         assert micro.tokens[0, micro.where].tolist() == np.concatenate(before).tolist()
@@ -39,7 +40,8 @@ def test_every_marked_entry_is_scored_once_within_the_budget(marked, budget):
             assert start + entries[-1] <= bounds[-1]
         here = [np.zeros_like(part) for part in found]
         micro.scatter(torch.ones(len(micro.where)), here)
-        found = [sum_ + part for sum_, part in zip(found, here, strict=True)]
+        for total, part in zip(found, here, strict=True):
+            total += part
     for mask, seen in zip(weights, found, strict=True):
         assert (mask == seen).all()
 

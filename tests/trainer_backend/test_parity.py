@@ -1,5 +1,7 @@
 """The Megatron model computes what transformers computes, forward and backward."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -33,7 +35,7 @@ def test_a_step_moves_weights_like_transformers_and_adamw(kind, tmp_path):
 
     decayed = [p for p in model.parameters() if p.dim() > 1]
     norms = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": decayed}, {"params": norms, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": norms, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     for _ in range(3):
         metrics = backend.supervised_step(made.tokens, made.loss_mask, lr=1e-3)

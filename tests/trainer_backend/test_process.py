@@ -84,40 +84,38 @@ def test_a_spec_that_does_not_start_is_an_error_of_every_call(tmp_path):
     broken.close()
 
 
-def test_a_killed_trainer_is_named_and_a_save_it_was_in_leaves_the_checkpoint_before(tmp_path):
-    trainer = TrainerProcess(SPEC, tmp_path / "log")
-    # big enough that a save takes a while
-    trainer.init_random(TINY | {"vocab_size": 4096, "hidden_size": 512}, 0)
+def test_a_killed_trainer_is_named_and_a_save_it_was_in_leaves_the_checkpoint_before(trainer, tmp_path):
+    config = TINY | {"vocab_size": 4096, "hidden_size": 512}  # big enough that a save takes a while
+    killed = TrainerProcess(SPEC, tmp_path / "log")
+    killed.init_random(config, 0)
     made = batch([30])
-    trainer.train_step(made)
+    killed.train_step(made)
     path = tmp_path / "checkpoint"
-    trainer.save(path)
-    expected = trainer.logprobs(made)
-    trainer.train_step(made)
+    killed.save(path)
+    expected = killed.logprobs(made)
+    killed.train_step(made)
 
     def kill_in_mid_save():
         while not list(path.glob("partial-*/*.distcp")):
             time.sleep(0.0005)
-        os.kill(trainer.pid, signal.SIGKILL)
+        os.kill(killed.pid, signal.SIGKILL)
 
     killer = threading.Thread(target=kill_in_mid_save)
     killer.start()
     with pytest.raises(TrainerError, match="was killed by SIGKILL"):
-        trainer.save(path)
+        killed.save(path)
     killer.join()
     with pytest.raises(TrainerError, match="SIGKILL"):
-        trainer.step()
-    trainer.close()
+        killed.step()
+    killed.close()
     assert list(path.glob("partial-*"))  # it was in the middle
 
-    resumed = TrainerProcess(SPEC, tmp_path / "log")
-    resumed.init_random(TINY | {"vocab_size": 4096, "hidden_size": 512}, 1)
-    resumed.load(path)
-    assert resumed.step() == 1
-    assert (resumed.logprobs(made)[0] == expected[0]).all()
-    resumed.save(path)
+    trainer.init_random(config, 1)
+    trainer.load(path)
+    assert trainer.step() == 1
+    assert (trainer.logprobs(made)[0] == expected[0]).all()
+    trainer.save(path)
     assert not list(path.glob("partial-*"))
-    resumed.close()
 
 
 DRIVER = """

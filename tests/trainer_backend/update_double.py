@@ -1,21 +1,21 @@
 """The weight-update side of an SGLang server, without a model: it keeps the tensors that it receives.
 
-Run as a program with a JSON object of faults: `{"path": ..., "fault": "refuse" | "die" | "hang"}`, where
-`path` is the endpoint at which it refuses with status 400, kills itself, or never answers.
-Prints its port. `GET /received` tells digests of all tensors, `GET /state` the calls and their effects.
+Run as a program it prints its port. `POST /fault {"path": ..., "kind": "refuse" | "die" | "hang"}` makes it
+refuse with status 400, kill itself or never answer at an endpoint; `POST /fault {}` mends it.
+`GET /received` tells digests of all tensors, `GET /state` the calls and their effects.
 """
 
 import hashlib
 import json
 import os
 import signal
-import sys
 import time
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
 from titogym.processes import die_with_parent
@@ -26,8 +26,8 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 class Double:
-    def __init__(self, fault):
-        self.fault = fault
+    def __init__(self):
+        self.fault: dict[str, str] = {}
         self.version = "default"
         self.group = None
         self.received = {}
@@ -39,9 +39,9 @@ class Double:
     def handle(self, path, body):
         self.log.append(path)
         if self.fault.get("path") == path:
-            if self.fault["fault"] == "die":
+            if self.fault["kind"] == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if self.fault["fault"] == "hang":
+            if self.fault["kind"] == "hang":
                 time.sleep(3600)
             return 400, {"success": False, "message": "refused on purpose"}
         name = path.strip("/").partition("?")[0]
@@ -56,9 +56,9 @@ class Double:
     def init_weights_update_group(self, body):
         rank, size, name = body["rank_offset"], body["world_size"], body["group_name"]
         patience = timedelta(seconds=30)
-        store = dist.TCPStore(body["master_address"], body["master_port"], size, False, timeout=patience)
+        store = TCPStore(body["master_address"], body["master_port"], size, False, timeout=patience)
         if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         self.group, _ = _new_process_group_helper(
             size,
             rank,
@@ -105,13 +105,16 @@ class Double:
 
 def main() -> None:
     die_with_parent()
-    double = Double(json.loads(sys.argv[1]))
+    double = Double()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             size = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(size)) if size else None
-            if self.path == "/received":
+            if self.path == "/fault":
+                double.fault = body or {}
+                self.answer(200, {})
+            elif self.path == "/received":
                 self.answer(200, double.received)
             elif self.path == "/state":
                 self.answer(

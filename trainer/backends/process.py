@@ -24,8 +24,8 @@ from titogym.trainer.weights.settings import BroadcastSettings
 _LAST_WORDS = 5.0  # seconds between the pipe's end and the process's, after which it is ended
 
 
-class TrainerError(Exception):
-    """The trainer failed at a call, or its process is gone."""
+class TrainerError(UserError):
+    """The trainer failed at a call, or its process is gone. The message says which and where to look."""
 
 
 class TrainerProcess:
@@ -134,7 +134,7 @@ class TrainerProcess:
             elif kind == "user_error":
                 raise UserError(value)
             elif kind == "error":
-                raise TrainerError(value)
+                raise TrainerError(f"The trainer failed: {value} (more in {self._child.log})")
             elif kind == "result":
                 return value
 

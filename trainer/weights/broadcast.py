@@ -80,7 +80,8 @@ class WeightBroadcast:
 
     def __init__(self, urls: Sequence[str], settings: BroadcastSettings) -> None:
         self._settings = settings
-        self._engines = [EngineControl(url, timeout=settings.timeout) for url in urls]
+        # The client waits a little longer than we do, so that it is we who say what was not done in time.
+        self._engines = [EngineControl(url, timeout=settings.timeout + 5) for url in urls]
         self._threads = ThreadPoolExecutor(max_workers=len(urls) + 1, thread_name_prefix="weights")
         self._name = f"titogym-{secrets.token_hex(4)}"
         self._group: ProcessGroup | None = None
