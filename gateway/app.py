@@ -19,10 +19,10 @@ from titogym.errors import UserError
 from titogym.gateway import inspection
 from titogym.gateway.answering import TurnResponse, error_response
 from titogym.gateway.engines.base import Engine
+from titogym.gateway.engines.pool import EnginePool
 from titogym.gateway.errors import RequestError
 from titogym.gateway.protocols import chat
 from titogym.gateway.protocols.errors import openai_error
-from titogym.gateway.routing import StickyRouter
 from titogym.gateway.sessions.journal import Journal
 from titogym.gateway.sessions.service import TurnService
 from titogym.gateway.sessions.session import Session
@@ -52,14 +52,14 @@ class Gateway:
         self._assets = assets
         self._model = assets.model_dir.name
         limits = [length for length in (settings.context_length, assets.context_length) if length]
-        self._router = StickyRouter(engines, min(limits, default=None))
+        self._pool = EnginePool(engines, limit=min(limits, default=None))
         self._store = SessionStore(
             Journal(settings.journal),
             max_sessions=settings.max_sessions,
             ttl=settings.ttl_seconds,
             idle=settings.idle_seconds,
         )
-        self._service = TurnService(assets, self._router, self._store)
+        self._service = TurnService(assets, self._pool, self._store)
         self._started = int(time.time())
 
     def routes(self) -> list[Route]:
@@ -90,7 +90,7 @@ class Gateway:
         yield
         sweeper.cancel()
         self._store.close()
-        await self._router.close()
+        await self._pool.close()
 
     async def _sweep(self) -> None:
         while True:
@@ -116,7 +116,7 @@ class Gateway:
         return Json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        if await self._router.ready():
+        if await self._pool.ready():
             return Json({"status": "ready", "model": self._model, "family": self._assets.family.name})
         raise RequestError("No engine answers.", status=503, code="engine_unavailable", retry_after=1)
 

@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -53,7 +54,7 @@ def test_a_client_that_goes_away_ends_its_engine_request_and_leaves_no_trace(ser
 def test_a_client_that_goes_away_while_it_waits_for_its_turn_asks_nothing(serve):
     stand = serve(["a" * 30, "b"], engine=SLOW)
     session = create(stand.url)
-    first: list = []
+    first: list[Any] = []
     thread = threading.Thread(
         target=lambda: first.append(sdk(session).chat.completions.create(model="m", messages=[USER]))
     )

@@ -1,6 +1,7 @@
 """Sessions on disk."""
 
 import sqlite3
+from typing import Any
 
 import pytest
 
@@ -8,7 +9,8 @@ from tests.gateway.forest import answer, turn, user
 from titogym.errors import UserError
 from titogym.gateway.errors import RequestError
 from titogym.gateway.sessions.journal import Journal
-from titogym.gateway.sessions.spec import SessionSpec, parse_spec
+from titogym.gateway.sessions.session import Session
+from titogym.gateway.sessions.spec import Sampling, SessionSpec, parse_spec
 from titogym.gateway.sessions.store import SessionStore
 from titogym.gateway.sessions.tree import Node, conversation, row
 from titogym.gateway.trajectories import cut
@@ -19,7 +21,7 @@ def open_store(path, max_sessions=10, ttl=1000.0, idle=1000.0) -> SessionStore:
     return SessionStore(Journal(path), max_sessions=max_sessions, ttl=ttl, idle=idle)
 
 
-def commit(store: SessionStore, session, messages, reply, replays=(), **tokens) -> Node:
+def commit(store: SessionStore, session: Session, messages, reply, replays=(), **tokens) -> Node:
     """As the service does: the journal first."""
     placement = session.policy(session.tree, session.tree.find(PREFIX, messages))
     parent, old = placement.parent, placement.supersedes
@@ -39,7 +41,7 @@ PREFIX = Prefix(
 CALLS = Message("assistant", "é🎉", "hm", (ToolCall("call_1", "bash", "{broken"),))
 
 
-def described(session) -> list:
+def described(session) -> list[Any]:
     return [
         (
             (
@@ -61,7 +63,7 @@ def test_a_restart_finds_every_session_as_committed(tmp_path):
     path = tmp_path / "deep" / "journal.sqlite"
     store = open_store(path)
     spec = SessionSpec(
-        matcher="call_id", policy="branching", labels={"run": "r1"}, sampling={"temperature": 0.5}
+        matcher="call_id", policy="branching", labels={"run": "r1"}, sampling=Sampling(temperature=0.5)
     )
     session = store.create(spec)
     other = store.create(SessionSpec())

@@ -2,7 +2,9 @@
 
 import json
 import re
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -23,7 +25,7 @@ from titogym.templates.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(byte_level(CHATML, TAGS))
 FAMILIES = {family.name: family for family in (QUICKSTART, QWEN3, SMOLLM2)}
-STOP = TOKENIZER.token_to_id("<|im_end|>")
+[STOP] = TOKENIZER.encode("<|im_end|>")
 
 # What models write, whole and broken.
 _words = '<think> </think> text é🎉 <tool_call> </tool_call> <tool </ < " } { \\ , [] END <|im_start|>'
@@ -46,9 +48,9 @@ def parser(family: str = "qwen3", **options) -> AnswerParser:
     return AnswerParser(FAMILIES[family], TOKENIZER, stop_ids=frozenset({STOP}), **options)
 
 
-def joined(events: list[Event]) -> list[tuple]:
+def joined(events: list[Event]) -> list[tuple[Any, ...]]:
     """Events with neighbours of one kind as one, and ids by their order."""
-    plain: list[tuple] = []
+    plain: list[tuple[Any, ...]] = []
     for event in events:
         match event:
             case CallStart(index, id, name):
@@ -70,11 +72,13 @@ def joined(events: list[Event]) -> list[tuple]:
     return plain
 
 
-def without_ids(message: Message) -> tuple:
+def without_ids(message: Message) -> tuple[Any, ...]:
     return message.content, message.reasoning, [(call.name, call.arguments) for call in message.tool_calls]
 
 
-def parse(text: str, family: str = "qwen3", cuts: list[int] = [], **options) -> tuple[list[tuple], Message]:  # noqa: B006  # noqa: E501
+def parse(
+    text: str, family: str = "qwen3", cuts: Sequence[int] = (), **options
+) -> tuple[list[tuple[Any, ...]], Message]:
     ids = TOKENIZER.encode(text)
     made = parser(family, **options)
     events: list[Event] = []

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -94,7 +95,7 @@ def test_every_answer_that_a_client_has_seen_to_its_end_is_in_the_journal(tmp_pa
         port = free_port()
         url = f"http://127.0.0.1:{port}"
         session: SessionHandle | None = None
-        messages: list = []
+        messages: list[Any] = []
         for round_ in range(3):
             gateway = start(tmp_path, model_dirs["qwen3"], engine.url, port)
             session = session or create(url)

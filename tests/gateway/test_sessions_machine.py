@@ -3,6 +3,7 @@
 import socket
 import time
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -19,6 +20,8 @@ from hypothesis.stateful import (
 )
 
 from tests.doubles.scripted_engine import Fault
+
+Json = dict[str, Any]
 
 TOOLS = [{"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}]
 ANSWERS = st.sampled_from(
@@ -41,7 +44,7 @@ class Turn:
     """What the model expects of one committed turn."""
 
     parent: "Turn | None"
-    history: list[dict]  # messages up to and including the answer
+    history: list[Json]  # messages up to and including the answer
     row: list[int]
     children: int = 0
     superseded: bool = False
@@ -62,7 +65,7 @@ class Life:
         return self.turns[-1] if self.turns else None
 
 
-def follow(history: list[dict], n: int) -> list[dict]:
+def follow(history: list[Json], n: int) -> list[Json]:
     """What a harness adds: results in another order than their calls, or a question of its own."""
     calls = history[-1].get("tool_calls") or [] if history else []
     results = [
@@ -189,7 +192,7 @@ def test_random_lives_of_sessions(serve, tmp_path):
             self.count += 1
             return self.count
 
-        def send(self, life: Life, messages: list[dict], stream: bool) -> httpx.Response:
+        def send(self, life: Life, messages: list[Json], stream: bool) -> httpx.Response:
             body = {"messages": messages, "stream": stream, "tools": TOOLS}
             return http.post(f"{life.base_url}/chat/completions", json=body)
 
@@ -221,9 +224,9 @@ def test_random_lives_of_sessions(serve, tmp_path):
     )
 
 
-def put_together(response: httpx.Response) -> dict:
+def put_together(response: httpx.Response) -> Json:
     """The message that a client makes of a stream."""
-    message: dict = {"role": "assistant", "content": "", "tool_calls": []}
+    message: Json = {"role": "assistant", "content": "", "tool_calls": []}
     lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     assert lines.pop() == "[DONE]"
     for line in lines:

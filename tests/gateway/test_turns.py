@@ -1,6 +1,7 @@
 """Turns over HTTP, through the real OpenAI SDK, in front of a scripted engine."""
 
 import asyncio
+from typing import Any
 
 import httpx
 import openai
@@ -10,6 +11,8 @@ from openai.types.chat import ChatCompletion
 
 from tests.doubles.scripted_engine import Fault
 from titogym.gateway.client import GatewayClient, GatewayError, SessionHandle
+
+Json = dict[str, Any]
 
 TOOLS = [
     {
@@ -34,22 +37,26 @@ def sdk(session: SessionHandle, **options) -> OpenAI:
     return OpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0, **options)
 
 
-def inspect(url: str, session: SessionHandle) -> dict:
-    return httpx.get(f"{url}/sessions/{session.id}").raise_for_status().json()
+def inspect(url: str, session: SessionHandle) -> Json:
+    report: Json = httpx.get(f"{url}/sessions/{session.id}").raise_for_status().json()
+    return report
 
 
-def trajectories(url: str, session: SessionHandle) -> list[dict]:
-    return httpx.get(f"{url}/sessions/{session.id}/trajectories").raise_for_status().json()["trajectories"]
+def trajectories(url: str, session: SessionHandle) -> list[Json]:
+    answer = httpx.get(f"{url}/sessions/{session.id}/trajectories").raise_for_status().json()
+    found: list[Json] = answer["trajectories"]
+    return found
 
 
-def replay(completion: ChatCompletion) -> dict:
-    return completion.choices[0].message.model_dump(exclude_none=True)
+def replay(completion: ChatCompletion) -> Json:
+    message: Json = completion.choices[0].message.model_dump(exclude_none=True)
+    return message
 
 
-def agent(session: SessionHandle, turns: int, stream: bool) -> list[dict]:
+def agent(session: SessionHandle, turns: int, stream: bool) -> list[Json]:
     """A plain agent loop; returns its final messages."""
     client = sdk(session)
-    messages: list[dict] = [{"role": "system", "content": "You are an agent."}, USER]
+    messages: list[Json] = [{"role": "system", "content": "You are an agent."}, USER]
     for _ in range(turns):
         if stream:
             with client.chat.completions.stream(model="m", messages=messages, tools=TOOLS) as events:
@@ -107,9 +114,9 @@ def test_an_agents_row_is_what_the_engine_was_sent_and_gave_back(serve, family, 
     assert (report["turns"], report["sampled_tokens"], report["errors"]) == (3, sum(map(len, outputs)), {})
 
 
-def put_together(chunks) -> tuple[dict, str]:
+def put_together(chunks) -> tuple[Json, str]:
     """The message that a client makes of a stream, and the finish reason."""
-    message: dict = {"role": "assistant", "content": ""}
+    message: Json = {"role": "assistant", "content": ""}
     finish = ""
     for chunk in chunks:
         [choice] = chunk.choices
@@ -136,7 +143,7 @@ def test_stream_and_whole_give_the_same_tokens_message_and_commit(serve, family)
     for stream in (False, True):
         session = create(stand.url)
         client = sdk(session)
-        messages: list[dict] = [USER]
+        messages: list[Json] = [USER]
         answers = []
         for _ in texts:
             answer = client.chat.completions.create(model="m", messages=messages, tools=TOOLS, stream=stream)
@@ -171,7 +178,7 @@ def test_stream_events_in_their_order(serve):
     assert len({chunk.id for chunk in chunks}) == 1
     assert {chunk.model for chunk in chunks} == {"agent-model"}
     assert chunks[0].choices[0].delta.role == "assistant"
-    kinds = []
+    kinds: list[str] = []
     for chunk in chunks[1:-2]:
         [(name, _)] = chunk.choices[0].delta.model_dump(exclude_none=True).items()
         if not kinds or kinds[-1] != name:
@@ -212,7 +219,7 @@ async def test_many_sessions_at_once(serve):
         async def episode(n: int) -> None:
             session = await gateway.create_session(labels={"n": n})
             client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
-            messages: list = [{"role": "user", "content": f"task {n}"}]
+            messages: list[Any] = [{"role": "user", "content": f"task {n}"}]
             for _ in range(3):
                 completion = await client.chat.completions.create(model="m", messages=messages, tools=TOOLS)
                 [call] = completion.choices[0].message.tool_calls
@@ -368,7 +375,7 @@ def test_budget_of_a_session(serve, limits, exhausted):
     stand = serve(["abc"])  # 4 tokens with the stop token
     session = create(stand.url, limits=limits)
     client = sdk(session)
-    messages: list = [USER]
+    messages: list[Any] = [USER]
     for _ in range(2):
         messages += [replay(client.chat.completions.create(model="m", messages=messages)), USER]
     again = client.chat.completions.create(model="m", messages=messages[:-2])  # a retry costs nothing
