@@ -32,7 +32,15 @@ LLAMA3_ROPE = {
 }
 # name -> (model class, config)
 KINDS: dict[str, tuple[Any, Any]] = {
-    "qwen3-tied": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)),
+    "qwen3-tied": (
+        Qwen3ForCausalLM,
+        Qwen3Config(
+            **SIZES,
+            head_dim=16,
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        ),
+    ),
     "qwen3-untied": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False)),
     "llama-untied": (LlamaForCausalLM, LlamaConfig(**SIZES, tie_word_embeddings=False)),
     "llama3-rope-tied": (

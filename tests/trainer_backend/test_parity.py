@@ -1,5 +1,6 @@
 """The Megatron model computes what transformers computes, forward and backward."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,20 @@ def test_logprobs_equal_transformers(kind, tmp_path):
     ours, theirs = backend.logprobs(made), reference_logprobs(model, made)
     assert max(np.abs(o - t).max() for o, t in zip(ours, theirs, strict=True)) <= 1e-4
     assert min(t.min() for t in theirs) < -5  # the comparison has something to compare
+
+
+def test_older_config_files_mean_the_same(tmp_path):
+    save_reference("qwen3-tied", tmp_path)
+    backend, made = MegatronBackend(BackendSpec()), batch([60])
+    backend.load_hf(tmp_path)
+    (expected,) = backend.logprobs(made)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    assert config.pop("rope_parameters") == {"rope_type": "default", "rope_theta": 1e6}
+    for older, same in (({"rope_theta": 1e6, "rope_scaling": None}, True), ({"rope_theta": 1e4}, False)):
+        path.write_text(json.dumps(config | older | {"torch_dtype": "float32"}))
+        backend.load_hf(tmp_path)
+        assert (backend.logprobs(made)[0] == expected).all() == same
 
 
 @pytest.mark.parametrize("kind", ["qwen3-tied", "llama-untied"])
