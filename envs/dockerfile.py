@@ -11,6 +11,8 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from titogym.envs.sandboxes.base import SYSTEM_PATH
+
 # Images that hold a plain system; what they have beyond it is at most a Python.
 PLAIN_BASES = frozenset({"debian", "ubuntu", "python", "scratch"})
 # Programs of coreutils and the like, whose effect on files is the same in any system.
@@ -177,7 +179,7 @@ class _Reader:
     def _value(self, name: str) -> str:
         known = self._arguments | self.env
         if name == "PATH" and name not in known:
-            return "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+            return SYSTEM_PATH
         return known.get(name, "")
 
 

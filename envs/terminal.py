@@ -10,7 +10,6 @@ from titogym.envs.terminal_bench import recipe_of, resolve_references
 from titogym.envs.verifier import interpreter, verify
 from titogym.errors import UserError
 
-SETUP_SECONDS = 600.0
 SOLUTION = "/solution"
 
 
@@ -23,7 +22,7 @@ class TerminalEnvironment:
         if task.directory is not None:
             context = task.directory / "environment"
             for step in recipe_of(task.directory).steps:
-                await _carry_out(step, context, sandbox)
+                await _carry_out(step, context, sandbox, task.metadata["build_seconds"])
         if task.files:
             await sandbox.upload(task.files, task.workdir)
 
@@ -45,9 +44,11 @@ class TerminalEnvironment:
         )
 
 
-async def _carry_out(step: dockerfile.Copy | dockerfile.Run, context: Path, sandbox: Sandbox) -> None:
+async def _carry_out(
+    step: dockerfile.Copy | dockerfile.Run, context: Path, sandbox: Sandbox, seconds: float
+) -> None:
     if isinstance(step, dockerfile.Run):
-        done = await sandbox.exec(step.command, cwd=step.cwd, env=step.env, timeout=SETUP_SECONDS)
+        done = await sandbox.exec(step.command, cwd=step.cwd, env=step.env, timeout=seconds)
         if done.exit_code != 0:
             raise SandboxError(
                 f"Line {step.line} of {context / 'Dockerfile'} failed with status {done.exit_code}: "

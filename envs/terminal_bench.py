@@ -3,7 +3,7 @@
     task.toml  instruction.md  environment/Dockerfile  tests/test.sh  solution/solve.sh
 
 `load_task` understands what a sandbox without images can honestly provide and refuses the rest by
-name. Keys that it does not know are kept in `metadata["unknown_keys"]`: the format evolves.
+name. Keys that it does not act on are listed in `metadata["unknown_keys"]`: the format evolves.
 """
 
 import os
@@ -29,15 +29,20 @@ _KNOWN: dict[str, frozenset[str]] = {
         {"timeout_sec", "env", "user", "network_mode", "allowed_hosts", "environment_mode"}
     ),
     "solution": frozenset({"env"}),
-    "environment": frozenset({"build_timeout_sec", "docker_image", "os", "cpus", "memory_mb", "memory"})
-    | {"storage_mb", "storage", "gpus", "env", "workdir", "network_mode", "allowed_hosts", "allow_internet"}
-    | {"skills_dir"},
+    "environment": frozenset(
+        {"build_timeout_sec", "docker_image", "cpus", "memory_mb", "memory", "storage_mb"}
+    )
+    | {"storage", "env", "workdir", "network_mode", "allow_internet"},
 }
 # What another backend could do: key -> values that ask for nothing special.
 _CONTAINER_KEYS: dict[str, tuple[object, ...]] = {
     "steps": (None, []),
     "agent.user": (None, "root", 0),
+    "agent.network_mode": (None,),
+    "agent.allowed_hosts": (None, []),
     "verifier.user": (None, "root", 0),
+    "verifier.network_mode": (None,),
+    "verifier.allowed_hosts": (None, []),
     "verifier.environment": (None,),
     "verifier.environment_mode": (None, "shared"),
     "verifier.collect": (None, []),
@@ -85,12 +90,13 @@ def load_task(directory: Path) -> Task:
         ),
         network="open" if _wants_network(environment) else "none",
         workdir=reader.workdir(recipe.workdir),
-        env={**recipe.env, **reader.texts("environment.env")},
+        env={**recipe.env, **resolve_references(reader.texts("environment.env"), str(reader.path))},
         metadata={
             **config["metadata"],
             "description": config["task"].get("description", ""),
             "schema_version": str(config.get("schema_version") or config.get("version") or ""),
             "base_image": recipe.base,
+            "build_seconds": reader.number("environment.build_timeout_sec", 600.0),
             "verifier_env": reader.texts("verifier.env"),
             "solution_env": reader.texts("solution.env"),
             "unknown_keys": sorted(_unknown_keys(config)),
@@ -120,14 +126,14 @@ class _Fields:
     """Typed access to `table.key` values of a parsed task.toml."""
 
     def __init__(self, path: Path, config: dict[str, Any]) -> None:
-        self._path, self._config = path, config
+        self.path, self._config = path, config
 
     def number(self, key: str, default: float) -> float:
         value = _get(self._config, key)
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise UserError(f"{self._path}: {key} is {value!r}; it must be a positive number.")
+            raise UserError(f"{self.path}: {key} is {value!r}; it must be a positive number.")
         return value
 
     def megabytes(self, key: str, default: int) -> int:
@@ -137,7 +143,7 @@ class _Fields:
             return int(self.number(key + "_mb", default))
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])i?B?", str(text).strip(), re.IGNORECASE)
         if match is None:
-            raise UserError(f'{self._path}: {key} is {text!r}; write a size such as "2G" or "512M".')
+            raise UserError(f'{self.path}: {key} is {text!r}; write a size such as "2G" or "512M".')
         scale = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}[match[2].upper()]
         return max(1, int(float(match[1]) * scale))
 
@@ -146,7 +152,7 @@ class _Fields:
         parts = PurePosixPath(str(value)).parts
         if parts[0] != "/" or ".." in parts or (parts[1:2] and parts[1] in dockerfile.READ_ONLY):
             raise UserError(
-                f"{self._path}: environment.workdir is {value!r}; a sandbox without images needs an absolute "
+                f"{self.path}: environment.workdir is {value!r}; a sandbox without images needs an absolute "
                 "path outside the system's directories."
             )
         return str(value)
@@ -154,7 +160,7 @@ class _Fields:
     def texts(self, key: str) -> dict[str, str]:
         value = _get(self._config, key) or {}
         if not isinstance(value, dict):
-            raise UserError(f"{self._path}: {key} is {value!r}; it must be a table of texts.")
+            raise UserError(f"{self.path}: {key} is {value!r}; it must be a table of texts.")
         return {str(name): str(text) for name, text in value.items()}
 
 

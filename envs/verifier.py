@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from titogym.envs import rewards
-from titogym.envs.sandboxes.base import Sandbox
+from titogym.envs.sandboxes.base import SYSTEM_PATH, Sandbox
 from titogym.envs.task import Grade, GradingError
 
 TESTS = "/tests"
@@ -16,7 +16,6 @@ REWARD_TEXT = "/logs/verifier/reward.txt"
 _REWARD_BYTES = 1 << 16
 _OUTPUT_BYTES = 1 << 18
 _EVIDENCE_LINES = 40
-_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 async def verify(
@@ -85,5 +84,5 @@ def _grade(json_text: bytes | None, text: bytes | None, evidence: dict[str, Any]
 
 def _trusted_path(path: str) -> str:
     """System directories first: the tests find no program that the agent could have put in their way."""
-    system = _SYSTEM_PATH.split(":")
+    system = SYSTEM_PATH.split(":")
     return ":".join([*system, *(part for part in path.split(":") if part and part not in system)])

@@ -7,6 +7,8 @@ from typing import Literal, Protocol
 
 from titogym.envs.task import Limits, Task
 
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # no agent can write there
+
 
 @dataclass(frozen=True, slots=True)
 class Mount:

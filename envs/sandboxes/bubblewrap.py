@@ -21,7 +21,6 @@ from titogym.envs.sandboxes.base import SandboxError
 from titogym.envs.task import Limits
 from titogym.errors import UserError
 
-SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _MERGED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 # Top-level names that belong to the system: made anew for every sandbox, never taken over.
 SYSTEM_ENTRIES = frozenset(_MERGED) | {"usr", "nix", "etc", "proc", "dev", "sys", "run"}

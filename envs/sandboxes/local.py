@@ -25,7 +25,7 @@ from pathlib import Path
 
 from titogym.cancellation import to_its_end
 from titogym.envs.sandboxes import bubblewrap, cgroups, owners, reaper
-from titogym.envs.sandboxes.base import ExecResult, Mount, SandboxError, SandboxSpec
+from titogym.envs.sandboxes.base import SYSTEM_PATH, ExecResult, Mount, SandboxError, SandboxSpec
 from titogym.envs.sandboxes.machine import Machine, Outcome
 from titogym.envs.sandboxes.relay import Relay
 from titogym.envs.sandboxes.storage import StorageWatch
@@ -35,7 +35,7 @@ from titogym.venvs import home
 TIMED_OUT = 124
 OUT_OF_MEMORY = 137
 CANNOT_RUN = 126
-_BASE_ENV = {"PATH": bubblewrap.SYSTEM_PATH, "HOME": "/root", "LANG": "C.UTF-8", "USER": "root"}
+_BASE_ENV = {"PATH": SYSTEM_PATH, "HOME": "/root", "LANG": "C.UTF-8", "USER": "root"}
 _FIRST_USER, _USERS = 2_000_000_000, 100_000_000  # host user ids that nobody else hands out
 
 

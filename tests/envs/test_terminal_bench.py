@@ -51,7 +51,7 @@ storage_mb = 100
 allow_internet = true
 workdir = "/data"
 [environment.env]
-A = "1"
+A = "${TITOGYM_TEST_A:-1}"
 """,
     )
     task = load_task(directory)
@@ -126,6 +126,9 @@ def test_canary_lines_are_stripped(directory, canary):
         ("environment/.dockerignore", "x\n", r"container backend: .*\.dockerignore"),
         ("task.toml", "[environment]\ngpus = 1", "container backend: .*environment.gpus = 1"),
         ("task.toml", "[agent]\nuser = 'agent'", "container backend: .*agent.user"),
+        ("task.toml", "[agent]\nnetwork_mode = 'public'", "container backend: .*agent.network_mode"),
+        ("task.toml", "[environment]\nallowed_hosts = ['x.org']", "container backend: .*allowed_hosts"),
+        ("task.toml", "[environment]\nenv = { A = '${TITOGYM_TEST_NO}' }", "set the environment variable"),
         ("task.toml", "[[steps]]\nname = 'one'", "container backend: .*steps"),
         ("task.toml", "[environment]\nos = 'windows'", "container backend: .*environment.os"),
     ],
