@@ -149,7 +149,7 @@ async def test_a_restarted_engine_gets_its_sessions_back(
 async def test_context_length_is_the_shortest(pool: EnginePool, servers: list[ScriptedEngine]) -> None:
     servers[1].context_length = 1000
     assert await pool.context_length() == 998
-    limited = EnginePool(pool.engines, limit=500)
+    limited = EnginePool([SGLangEngine(server.url) for server in servers], limit=500)
     assert await limited.context_length() == 500
     await limited.close()
 
