@@ -126,7 +126,10 @@ _STREAM_HEADERS = [
 
 
 def error_response(error: RequestError, body: ErrorBody) -> Response:
-    headers = {} if error.retry_after is None else {"retry-after": f"{error.retry_after:g}"}
+    # The SDKs of OpenAI and Anthropic would repeat every 409 and 429; this header tells them.
+    headers = {"x-should-retry": "false"}
+    if error.retry_after is not None:
+        headers = {"x-should-retry": "true", "retry-after": f"{error.retry_after:g}"}
     return Response(orjson.dumps(body(error)), error.status, headers, "application/json")
 
 

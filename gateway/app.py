@@ -51,8 +51,7 @@ class Gateway:
         self._settings = settings
         self._assets = assets
         self._model = assets.model_dir.name
-        limits = [length for length in (settings.context_length, assets.context_length) if length]
-        self._pool = EnginePool(engines, limit=min(limits, default=None))
+        self._pool = EnginePool(engines, limit=settings.context_length)
         self._store = SessionStore(
             Journal(settings.journal),
             max_sessions=settings.max_sessions,

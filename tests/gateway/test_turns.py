@@ -429,9 +429,11 @@ def test_divergence_in_a_linear_session_is_a_conflict(serve):
     client = sdk(session)
     first = client.chat.completions.create(model="m", messages=[USER])
     client.chat.completions.create(model="m", messages=[USER, replay(first), USER])
+    patient = sdk(session).with_options(max_retries=2)
     with pytest.raises(openai.ConflictError) as refused:
-        client.chat.completions.create(model="m", messages=[USER])
+        patient.chat.completions.create(model="m", messages=[USER])
     assert refused.value.code == "conversation_diverged"
+    assert inspect(stand.url, session)["errors"] == {"conversation_diverged": 1}  # the SDK did not insist
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from datetime import datetime
 from typing import Annotated, Any
@@ -92,7 +93,8 @@ def _colour(logprob: float) -> str:
 
 def _tree(report: dict[str, Any]) -> Tree:
     root = Tree(Text(f"{report['id']}  {report['turns']} turns, {report['sampled_tokens']} sampled tokens"))
-    branches: dict[int | None, Tree] = {None: root}
+    children = Counter(node["parent"] for node in report["tree"])
+    branches: dict[int | None, Tree] = {None: root}  # a line of turns stays at one level; a fork indents
     for node in report["tree"]:
         line = (
             f"turn {node['id']}: +{node['prompt_tokens']} prompt, +{node['output_tokens']} sampled"
@@ -102,7 +104,9 @@ def _tree(report: dict[str, Any]) -> Tree:
         said = " ".join(
             [node["content"].replace("\n", " ")[:60], *(f"[{name}]" for name in node["tool_calls"])]
         )
-        branches[node["id"]] = branches[node["parent"]].add(Text.assemble(line, "  ", (said, "italic")))
+        level = branches[node["parent"]]
+        shown = level.add(Text.assemble(line, "  ", (said, "italic")))
+        branches[node["id"]] = shown if children[node["id"]] > 1 else level
     return root
 
 
