@@ -36,7 +36,9 @@ class SGLangEngine:
             base_url=self.url,
             timeout=httpx.Timeout(timeout, connect=10.0),
             # Every episode in flight holds a connection: a cap would make them wait unseen.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            # Idle connections go well before the server closes them (SGLang: after 5 s), or a request
+            # could be sent into one that is just being closed.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
         )
         self._server_info: dict[str, Any] | None = None
 
