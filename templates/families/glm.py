@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6 (https://huggingface.co/zai-org/GLM-4.5), GLM-4.7 and GLM-5 (zai-org/GLM-4.7, zai-org/GLM-5)."""
+"""GLM-4.5 and 4.6 (https://huggingface.co/zai-org/GLM-4.5), GLM-4.7 and GLM-5 (zai-org/GLM-5)."""
 
 from titogym.templates.family import CallMarks, Family, ReasoningFormat, Signs, ToolCallFormat
 

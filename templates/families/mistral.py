@@ -1,4 +1,4 @@
-"""Mistral models whose tokenizer has the v13 instruct format: Mistral Small 3.2, Magistral, Devstral, Ministral 3
+"""Mistral models with the v13 instruct format: Mistral Small 3.2, Magistral, Devstral, Ministral 3
 (https://huggingface.co/mistralai/Devstral-Small-2507). Calls have no ids; earlier formats differ.
 """
 

