@@ -195,9 +195,8 @@ async def test_closing_early_frees_the_engine(client: SGLangEngine, control: Eng
     async with aclosing(client.generate(PROMPT, params, rid="early", stream=True)) as chunks:
         async for _ in chunks:
             break
-    started = time.monotonic()
-    await asyncio.to_thread(control.flush_cache)  # refused as long as a request runs
-    assert time.monotonic() - started < 1.5
+    # Refused when a request still runs after 5 s; left alone, this one would run for more than 10.
+    await asyncio.to_thread(control.flush_cache)
 
 
 async def test_abort_keeps_what_was_sampled(client: SGLangEngine, reference: Any) -> None:
