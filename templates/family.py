@@ -97,6 +97,7 @@ class Family:
     # Template arguments and the values that each takes, the default first.
     kwargs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     signs: Signs | None = None  # None: only by name
+    models: str = ""  # which models belong to it
     evidence: str = ""  # what was checked, on which tokenizer and engine
 
     @property

@@ -55,6 +55,10 @@ def load_model_assets(
     model_dir = Path(model_dir)
     if not model_dir.is_dir():
         raise UserError(f"{model_dir} is not a folder; give a model folder in Hugging Face format.")
+    if family_name == "generic":
+        from titogym.templates import generic  # it verifies what it derives, and so builds on this module
+
+        return generic.load(model_dir)
     family = registry.resolve(model_dir, family_name)
     tokenizer = Tokenizer.load(model_dir)
     guard = Guard((*tokenizer.special_texts, *family.control_texts))

@@ -38,7 +38,7 @@ def resolve(model_dir: Path, name: str | None = None) -> Family:
     if name is not None and (":" in name or "." in name) and name not in families():
         return _dotted(name)
     known = families()
-    choices = ", ".join(sorted(known))
+    choices = ", ".join(sorted((*known, "generic")))
     if name is not None:
         if name not in known:
             raise UserError(

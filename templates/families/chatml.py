@@ -4,6 +4,7 @@ from titogym.templates.family import Family, ToolCallFormat
 
 CHATML = Family(
     name="chatml",
+    models="any with ChatML tokens; only by name",
     template="chatml.jinja",
     closer="<|im_end|>\n",
     stop=("<|im_end|>",),

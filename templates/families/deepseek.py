@@ -19,6 +19,7 @@ _CALL_TOKENS = (
 
 DEEPSEEK_V3 = Family(
     name="deepseek-v3",
+    models="DeepSeek-V3-0324",
     template="deepseek_v3.jinja",
     settings={"v": 3},
     closer=_END,
@@ -45,6 +46,7 @@ DEEPSEEK_V3 = Family(
 
 DEEPSEEK_V3_1 = Family(
     name="deepseek-v3.1",
+    models="DeepSeek-V3.1 and Terminus",
     template="deepseek_v3.jinja",
     settings={"v": 3.1},
     closer=_END,
@@ -69,6 +71,7 @@ DEEPSEEK_V3_1 = Family(
 
 DEEPSEEK_V3_2 = Family(
     name="deepseek-v3.2",
+    models="DeepSeek-V3.2",
     template="deepseek_v3_2.jinja",
     closer=_END,
     stop=(_END,),

@@ -15,6 +15,7 @@ _TOKENS = ("[gMASK]", "<sop>", "<|system|>", "<|assistant|>")
 
 GLM_4_5 = Family(
     name="glm-4.5",
+    models="GLM-4.5, GLM-4.6",
     template="glm.jinja",
     settings={"nl": "\n"},
     closer="",
@@ -33,6 +34,7 @@ GLM_4_5 = Family(
 
 GLM_4_7 = Family(
     name="glm-4.7",
+    models="GLM-4.7, GLM-5",
     template="glm.jinja",
     settings={"nl": ""},
     closer="",

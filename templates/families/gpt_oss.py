@@ -8,6 +8,7 @@ from titogym.templates.family import Family, ReasoningFormat, Signs, ToolCallFor
 
 GPT_OSS = Family(
     name="gpt-oss",
+    models="gpt-oss-20b, gpt-oss-120b",
     template="gpt_oss.jinja",
     closer="<|end|>",
     call_closer="<|call|>",

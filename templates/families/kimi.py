@@ -33,6 +33,7 @@ _EVIDENCE = "gated on CPU, with a synthetic tokenizer: append-only rendering and
 
 KIMI_K2 = Family(
     name="kimi-k2",
+    models="Kimi-K2-Instruct",
     template="kimi.jinja",
     settings={"thinks": "no"},
     closer="<|im_end|>",
@@ -48,6 +49,7 @@ KIMI_K2 = Family(
 
 KIMI_K2_THINKING = Family(
     name="kimi-k2-thinking",
+    models="Kimi-K2-Thinking",
     template="kimi.jinja",
     settings={"thinks": "itself"},
     closer="<|im_end|>",
@@ -66,6 +68,7 @@ KIMI_K2_THINKING = Family(
 
 KIMI_K2_5 = Family(
     name="kimi-k2.5",
+    models="Kimi-K2.5",
     template="kimi.jinja",
     settings={"thinks": "opened"},
     closer="<|im_end|>",

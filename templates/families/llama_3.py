@@ -7,6 +7,7 @@ from titogym.templates.family import Family, Signs, ToolCallFormat
 
 LLAMA_3 = Family(
     name="llama-3",
+    models="Llama 3.1, 3.2, 3.3 instruct",
     template="llama_3.jinja",
     closer="<|eot_id|>",
     stop=("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),

@@ -4,6 +4,7 @@ from titogym.templates.family import CallMarks, Family, ReasoningFormat, Signs, 
 
 MINIMAX_M2 = Family(
     name="minimax-m2",
+    models="MiniMax-M2, M2.1, M2.5",
     template="minimax_m2.jinja",
     closer="[e~[\n",
     stop=("[e~[",),

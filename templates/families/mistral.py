@@ -6,6 +6,7 @@ from titogym.templates.family import CallMarks, Family, ReasoningFormat, Signs, 
 
 MISTRAL = Family(
     name="mistral",
+    models="Mistral Small 3.2, Magistral, Devstral, Ministral 3",
     template="mistral.jinja",
     closer="</s>",
     stop=("</s>",),

@@ -5,6 +5,7 @@ from titogym.templates.family import Family, ReasoningFormat, Signs, ToolCallFor
 
 NEMOTRON_3 = Family(
     name="nemotron-3",
+    models="Nemotron-3 Nano, Super, Ultra",
     template="nemotron_3.jinja",
     closer="<|im_end|>\n",
     stop=("<|im_end|>",),

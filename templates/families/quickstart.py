@@ -4,6 +4,7 @@ from titogym.templates.family import Family, ToolCallFormat
 
 QUICKSTART = Family(
     name="quickstart",
+    models="the model that `titogym quickstart` makes",
     template="quickstart.jinja",
     closer="<|im_end|>\n",
     stop=("<|im_end|>", "<|endoftext|>"),

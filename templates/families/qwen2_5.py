@@ -4,6 +4,7 @@ from titogym.templates.family import Family, Signs, ToolCallFormat
 
 QWEN2_5 = Family(
     name="qwen2.5",
+    models="Qwen2.5 instruct",
     template="qwen3.jinja",
     settings={
         "thinks": "never",

@@ -13,6 +13,7 @@ _ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausal
 
 QWEN3 = Family(
     name="qwen3",
+    models="Qwen3 (April 2025)",
     template="qwen3.jinja",
     closer="<|im_end|>\n",
     stop=_STOP,
@@ -30,6 +31,7 @@ QWEN3 = Family(
 
 QWEN3_THINKING = Family(
     name="qwen3-thinking",
+    models="Qwen3-Thinking-2507, Qwen3-Next-Thinking",
     template="qwen3.jinja",
     settings={"thinks": "always"},
     closer="<|im_end|>\n",
@@ -46,6 +48,7 @@ QWEN3_THINKING = Family(
 
 QWEN3_INSTRUCT = Family(
     name="qwen3-instruct",
+    models="Qwen3-Instruct-2507, Qwen3-Next-Instruct",
     template="qwen3.jinja",
     settings={"thinks": "never"},
     closer="<|im_end|>\n",

@@ -18,6 +18,7 @@ FUNCTION_MARKS = CallMarks(
 
 QWEN3_5 = Family(
     name="qwen3.5",
+    models="Qwen3.5, Qwen3.6",
     template="qwen3_5.jinja",
     closer="<|im_end|>\n",
     stop=("<|im_end|>", "<|endoftext|>"),

@@ -8,6 +8,7 @@ from titogym.templates.family import Family, Signs, ToolCallFormat
 
 SMOLLM2 = Family(
     name="smollm2",
+    models="SmolLM2 instruct",
     template="smollm2.jinja",
     closer="<|im_end|>\n",
     stop=("<|im_end|>", "<|endoftext|>"),

@@ -15,6 +15,7 @@ from titogym.templates.conversation import Message, Prefix, ToolCall
 from titogym.templates.families import BUILT_IN
 from titogym.templates.literal import Guard
 from titogym.templates.model import ModelAssets, load_model_assets
+from titogym.templates.reference import reference
 from titogym.templates.render import Renderer
 from titogym.templates.verify import describe, verify
 
@@ -217,3 +218,8 @@ def test_the_models_own_ids_are_kept():
     assert "<|tool_call_begin|>functions.bash:7<|" in text
     assert "## Return of functions.bash:7\nok" in text
     assert "call_x" not in text
+
+
+def test_the_page_of_families_is_up_to_date():
+    page = Path(__file__).parents[2] / "docs" / "families.md"
+    assert page.read_text() == reference(), "run: python -m titogym.templates.reference > docs/families.md"
