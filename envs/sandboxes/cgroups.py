@@ -8,11 +8,12 @@ serves, `detect` returns nothing and the sandbox falls back to per-process limit
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from titogym.envs.sandboxes import owners
 from titogym.envs.task import Limits
 
 PARENT = "titogym"  # all our groups live below a group of this name
@@ -73,13 +74,12 @@ def detect() -> tuple[Hierarchy, ...]:
 
 def create(hierarchies: tuple[Hierarchy, ...], name: str, limits: Limits) -> Cgroup | None:
     """Make the groups of one sandbox and set its limits. None when there is no hierarchy."""
-    directories: dict[str, Path] = {}
-    for hierarchy in hierarchies:
-        directory = hierarchy.parent / name
+    made: dict[str, Path] = {}
+    for hierarchy, directory in zip(hierarchies, directories(hierarchies, name), strict=True):
         directory.mkdir(exist_ok=True)
-        directories |= dict.fromkeys(hierarchy.controllers, directory)
+        made |= dict.fromkeys(hierarchy.controllers, directory)
         _limit(hierarchy, directory, limits)
-    return Cgroup(directories, hierarchies[0].version) if directories else None
+    return Cgroup(made, hierarchies[0].version) if made else None
 
 
 def leftovers(hierarchies: tuple[Hierarchy, ...]) -> set[str]:
@@ -91,10 +91,15 @@ def leftovers(hierarchies: tuple[Hierarchy, ...]) -> set[str]:
     return names
 
 
-def destroy(hierarchies: tuple[Hierarchy, ...], name: str, timeout: float = 5.0) -> bool:
-    """Kill what is left in the groups of this name and remove them. False when one would not go."""
+def directories(hierarchies: tuple[Hierarchy, ...], name: str) -> list[Path]:
+    """Where the groups of the sandbox `name` are, or will be."""
+    return [hierarchy.parent / name for hierarchy in hierarchies]
+
+
+def destroy(groups: Iterable[Path], timeout: float = 5.0) -> bool:
+    """Kill what is left in these groups and remove them. False when one would not go within `timeout` (s)."""
     deadline = time.monotonic() + timeout
-    remaining = {hierarchy.parent / name for hierarchy in hierarchies}
+    remaining = set(groups)
     while True:
         for directory in list(remaining):
             try:
@@ -140,7 +145,7 @@ def _mounted() -> Iterator[tuple[int, tuple[str, ...], list[Path]]]:
 
 def _probe(version: int, parent: Path, wanted: tuple[str, ...]) -> tuple[str, ...]:
     """Which of the `wanted` controllers a group below `parent` really gets."""
-    trial = parent / f"probe-{os.getpid()}"
+    trial = parent / owners.new_id()  # which is reaped like a sandbox if we are killed here
     try:
         parent.mkdir(exist_ok=True)
         if version == 2:

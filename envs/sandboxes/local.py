@@ -10,7 +10,6 @@ lets users make namespaces. Everything in a sandbox dies with the driver, howeve
 import asyncio
 import errno
 import io
-import json
 import os
 import secrets
 import shutil
@@ -237,9 +236,9 @@ class LocalSandbox:
         `inherit` is the root directory of a sandbox whose files this one takes over.
         """
         self._home.mkdir(mode=0o711)
-        record = {"labels": dict(self._spec.labels), "created": time.time(), "workdir": self._spec.workdir}
-        (self._home / "record.json").write_text(json.dumps(record))
-        self._group = cgroups.create(self._backend.hierarchies, self.id, self._spec.limits)
+        hierarchies = self._backend.hierarchies
+        reaper.write_record(self._home, self._spec.labels, cgroups.directories(hierarchies, self.id))
+        self._group = cgroups.create(hierarchies, self.id, self._spec.limits)
         bubblewrap.make_system(self._root, network=self._spec.network == "open", user=self._user)
         if inherit is not None:
             _hand_over(inherit, self._root)

@@ -5,16 +5,21 @@ sandbox's id, which names the owner (see `owners`), so leftovers are told from l
 looking at names alone, whatever the moment at which the driver was killed.
 """
 
+import json
 import os
 import shutil
 import signal
 import subprocess
+import time
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from titogym.envs.sandboxes import cgroups, owners
 from titogym.envs.sandboxes.base import SandboxError
+
+RECORD = "record.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,9 @@ def leftovers(root: Path, hierarchies: tuple[cgroups.Hierarchy, ...]) -> set[str
 
 def remove(root: Path, hierarchies: tuple[cgroups.Hierarchy, ...], name: str) -> None:
     """Remove one sandbox's control groups and directory. Raises `SandboxError` if something remains."""
-    if not cgroups.destroy(hierarchies, name):
+    # The owner may have run in another control group than this process, and so have made its own elsewhere.
+    groups = {*cgroups.directories(hierarchies, name), *_recorded_groups(root / name)}
+    if not cgroups.destroy(groups):
         raise SandboxError(f"The control group of sandbox {name} is still busy.")
     directory = root / name
     with suppress(RecursionError):
@@ -59,6 +66,19 @@ def remove(root: Path, hierarchies: tuple[cgroups.Hierarchy, ...], name: str) ->
         subprocess.run(["rm", "-rf", "--one-file-system", str(directory)], capture_output=True)
     if directory.exists():
         raise SandboxError(f"Could not delete {directory}.")
+
+
+def write_record(directory: Path, labels: Mapping[str, str], groups: Iterable[Path]) -> None:
+    """Say what a sandbox is for and where its control groups will be, before anything of it is made."""
+    record = {"labels": dict(labels), "groups": [str(group) for group in groups], "created": time.time()}
+    (directory / RECORD).write_text(json.dumps(record))
+
+
+def _recorded_groups(directory: Path) -> list[Path]:
+    try:
+        return [Path(group) for group in json.loads((directory / RECORD).read_text())["groups"]]
+    except (OSError, ValueError, KeyError):  # killed while it was written: nothing else was made yet
+        return []
 
 
 def _kill_processes(name: str) -> None:

@@ -28,10 +28,12 @@ def test_a_real_group_limits_and_goes():
             assert str(child.pid) in (directory / "cgroup.procs").read_text().split()
         assert group.oom_kills() == 0
     finally:
-        assert cgroups.destroy(hierarchies, name), "the group's processes were to be killed first"
+        assert cgroups.destroy(cgroups.directories(hierarchies, name)), (
+            "the group's processes were to be killed first"
+        )
     assert child.wait(5) == -9
     assert name not in cgroups.leftovers(hierarchies)
-    assert cgroups.destroy(hierarchies, name), "destroying twice is no error"
+    assert cgroups.destroy(cgroups.directories(hierarchies, name)), "destroying twice is no error"
 
 
 def test_what_is_written_for_each_version():

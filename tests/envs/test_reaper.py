@@ -85,6 +85,25 @@ async def test_a_backend_reaps_when_it_starts_and_spares_the_living(backend, san
         await mine.destroy()
 
 
+def test_groups_that_an_owner_made_elsewhere(sandboxes, hierarchies):
+    """A driver in another control group than the reaper's keeps its sandboxes' groups below its own."""
+    if not hierarchies:
+        pytest.skip("this process may not make control groups here")
+    me = owners.me()
+    dead = f"{me.namespace}-{me.pid}-{me.started - 1}-0123456789ab"
+    elsewhere = hierarchies[0].parent.with_name("titogym-test-elsewhere")
+    (elsewhere / dead).mkdir(parents=True)
+    try:
+        (sandboxes / dead).mkdir()
+        reaper.write_record(sandboxes / dead, {}, [elsewhere / dead])
+        assert reaper.reap(sandboxes, hierarchies).destroyed == [dead]
+        assert not (elsewhere / dead).exists()
+    finally:
+        for group in (elsewhere / dead, elsewhere):
+            if group.exists():
+                group.rmdir()
+
+
 async def test_trees_made_to_resist_are_deleted(backend, sandboxes):
     sandbox = await backend.create(SandboxSpec())
     await sandbox.exec(
