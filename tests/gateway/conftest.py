@@ -42,7 +42,9 @@ class Served:
         listener.bind(("127.0.0.1", port))
         listener.listen(256)
         self.port = listener.getsockname()[1]
-        config = uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            app, log_level="warning", lifespan="on", timeout_graceful_shutdown=1, timeout_keep_alive=75
+        )
         self._server = uvicorn.Server(config)
         run = self._server.serve
         self._thread = threading.Thread(target=lambda: asyncio.run(run([listener])), daemon=True)

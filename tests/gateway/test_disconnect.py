@@ -43,8 +43,8 @@ def test_a_client_that_goes_away_ends_its_engine_request_and_leaves_no_trace(ser
     session = create(stand.url)
     leave(session, stream, 0.4)
     assert until(lambda: stand.engine.in_flight == 0) < 1.0
-    [rid] = stand.engine.aborted
-    assert rid == stand.engine.requests[0]["rid"]
+    # told to stop, or cut off, or both: whichever reached the engine first
+    assert set(stand.engine.aborted) == {stand.engine.requests[0]["rid"]}
     report = inspect(stand.url, session)
     assert (report["turns"], report["in_flight"], report["diagnostics"]["aborted"]) == (0, 0, 1)
     answer = sdk(session).chat.completions.create(model="m", messages=[USER])
