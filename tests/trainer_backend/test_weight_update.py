@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -35,19 +35,18 @@ class World:
     trainer: TrainerProcess
     engine: EngineProcess
     control: EngineControl
-    version: int
+    config: dict[str, Any]
+    version: int = 0
 
     def publish(self) -> dict[str, float]:
         self.version += 1
         return self.trainer.publish_weights(self.version)
 
     def change_weights(self) -> None:
-        """Steps large enough that the new weights are unmistakable."""
-        rng = np.random.default_rng(self.version)
-        for _ in range(3):
-            made = scored([(rng.integers(0, VOCABULARY, 64).tolist(), 1, [-6.0] * 63)])
-            made.advantages[0] *= rng.choice([-1.0, 1.0])
-            self.trainer.train_step(made)
+        """New random weights and a step on them: unmistakably others than the engine's."""
+        self.trainer.init_random(self.config, self.version + 1)
+        tokens = np.random.default_rng(self.version).integers(0, VOCABULARY, 64).tolist()
+        self.trainer.train_step(scored([(tokens, 1, [-7.0] * 63)]))
 
 
 def scored(sequences: list[tuple[list[int], int, list[float]]], temperature: float = 1.0) -> TrainBatch:
@@ -68,7 +67,8 @@ def connect(model: Path, engine: EngineProcess, log: Path, dtype: Literal["float
     trainer = TrainerProcess(spec, log)
     trainer.load_hf(model)
     trainer.connect_engines([engine.url], SETTINGS)
-    return World(trainer, engine, EngineControl(engine.url), version=0)
+    config = json.loads((model / "config.json").read_text())
+    return World(trainer, engine, EngineControl(engine.url), config)
 
 
 @pytest.fixture(scope="module")

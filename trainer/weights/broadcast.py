@@ -133,12 +133,10 @@ class WeightBroadcast:
             self._send(group, prepared[-1], version, flush_cache=self._settings.mode != "in_place")
             self._every(lambda engine: engine.end_weight_update())
         with _timed(figures, "resume"):
+            for engine, info in zip(self._engines, self._every(lambda e: e.info()), strict=True):
+                if (found := info.weight_version) != version:
+                    raise WeightUpdateError(f"{engine.url} reports version {found!r}, was sent {version!r}")
             self._every(lambda engine: engine.resume())
-        for engine, info in zip(self._engines, self._every(lambda engine: engine.info()), strict=True):
-            if info.weight_version != version:
-                raise WeightUpdateError(
-                    f"After an update to version {version!r}, {engine.url} reports {info.weight_version!r}"
-                )
         figures["publish/seconds"] = time.perf_counter() - started
         figures["publish/bytes"] = float(sum(bucket.flat.nbytes for bucket in prepared))
         self._group = group
