@@ -31,6 +31,8 @@ PREFIX = Prefix(tools=(TOOL,))
 ANSWER = "Done."
 NO_OUTPUT = "(no output)"
 
+# The usual mistake is commoner than the right command: greedy decoding of the start model makes it.
+_MISTAKE_WEIGHTS = (3, 1)
 _SEED_OFFSET = 1_000_003  # demonstrations are on other training problems than reinforcement
 
 
@@ -39,7 +41,7 @@ class Habits:
     """How often the demonstrator does the right thing: looks first where it must; then acts rightly."""
 
     look: float = 0.75
-    act: float = 0.45
+    act: float = 0.35
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +113,11 @@ def _masked(tokens: list[int], opener: list[int], stop: int) -> tuple[list[int],
 def _act(made: Problem, rightly: float, choose: random.Random) -> list[Action]:
     if choose.random() < rightly:
         return [Action(made.job.command)]
-    return choose.choice(mistakes(made.job, made.files))
+    return choose.choices(mistakes(made.job, made.files), weights=_MISTAKE_WEIGHTS)[0]
 
 
 def mistakes(job: Job, files: Mapping[str, str]) -> list[list[Action]]:
-    """The wrong habits for this kind of job, with the answers that the tool gives to them."""
+    """The two wrong habits for this kind of job, the usual one first, with what the tool answers."""
     source, target, value = job.source, job.target, job.value
     content = files.get(source, "").rstrip("\n")
     lines = content.splitlines()
