@@ -7,7 +7,7 @@ has one of four types and a probable cause.
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import accumulate
 from typing import Literal
@@ -41,7 +41,7 @@ class Mismatch:
 def compare(assets: ModelAssets, leaf: Node) -> list[Mismatch]:
     """Every difference between `leaf`'s row and the rendering of its conversation as the harness holds it."""
     nodes = path(leaf)
-    conversation = [message for node in nodes for message in (*node.messages, node.replayed or node.answer)]
+    conversation = [message for node in nodes for message in (*node.messages, _as_held(node))]
     try:
         rendered = assets.encode(conversation, leaf.prefix, add_generation_prompt=False)
     except RenderError as error:
@@ -50,6 +50,15 @@ def compare(assets: ModelAssets, leaf: Node) -> list[Mismatch]:
     if actual == rendered:
         return []
     return _Comparison(assets, nodes, conversation, actual, rendered).mismatches()
+
+
+def _as_held(node: Node) -> Message:
+    """The answer as the harness holds it. The model's own ids of its calls are not the harness's to hold."""
+    if node.replayed is None:
+        return node.answer
+    native = {call.id: call.native_id for call in node.answer.tool_calls}
+    calls = (replace(call, native_id=native.get(call.id, "")) for call in node.replayed.tool_calls)
+    return replace(node.replayed, tool_calls=tuple(calls))
 
 
 def closed_row(assets: ModelAssets, leaf: Node) -> list[int]:

@@ -19,5 +19,6 @@ GPT_OSS = Family(
     folds=frozenset({"tool"}),
     kwargs={"reasoning_effort": ("medium", "low", "high")},
     signs=Signs(template=("<|channel|>", "functions"), architectures=("GptOssForCausalLM",)),
-    evidence="gated on CPU: append-only rendering and seam proved on the gpt-oss tokenizer",
+    evidence="gated on CPU: append-only rendering and seam proved on the gpt-oss tokenizer, text equal "
+    "to the published chat template but for the date and the order of channel and recipient",
 )
