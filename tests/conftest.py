@@ -5,6 +5,10 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.engines.fixtures import sglang_server, tiny_model
+
+__all__ = ["sglang_server", "tiny_model"]
+
 settings.register_profile("titogym", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("titogym")
 

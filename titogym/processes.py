@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,7 +74,8 @@ class Child:
             if time.monotonic() > deadline:
                 self.stop()
                 raise UserError(
-                    f"The {self.name} was not ready after {timeout:.0f} s; the end of {self.log}:\n{self.log_tail()}"
+                    f"The {self.name} was not ready after {timeout:.0f} s; "
+                    f"the end of {self.log}:\n{self.log_tail()}"
                 )
             time.sleep(interval)
 
@@ -81,18 +83,14 @@ class Child:
         """SIGTERM the process group, SIGKILL what is left after `grace` seconds. Safe to call twice."""
         if self.process.poll() is None:
             self._signal(signal.SIGTERM)
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 self.process.wait(grace)
-            except subprocess.TimeoutExpired:
-                pass
         self._signal(signal.SIGKILL)  # grandchildren that ignored SIGTERM
         self.process.wait()
 
     def _signal(self, number: int) -> None:
-        try:
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
-        except (ProcessLookupError, PermissionError):
-            pass
 
 
 def spawn(

@@ -59,7 +59,8 @@ def _digest(installs: Sequence[Sequence[str]], python: str | None) -> str:
     for arguments in installs:
         for argument in arguments:
             path = Path(argument)
-            digest.update(path.read_bytes() if path.suffix == ".txt" and path.is_file() else argument.encode())
+            is_requirements = path.suffix == ".txt" and path.is_file()
+            digest.update(path.read_bytes() if is_requirements else argument.encode())
             digest.update(b"\0")
     return digest.hexdigest()
 
