@@ -218,23 +218,23 @@ async def test_generation_goes_on_after_a_pause(
 ) -> None:
     before = control.info().weight_version
     chunks: list[Chunk] = []
-    paused = 0
-    params = SamplingParams(max_new_tokens=200, ignore_eos=True)
+    paused = False
+    params = SamplingParams(max_new_tokens=800, ignore_eos=True)
     async for chunk in client.generate(PROMPT, params, rid=f"pause-{mode}", stream=True):
         chunks.append(chunk)
-        if not paused and len(chunks) > 20:
+        if not paused:
             await asyncio.to_thread(control.pause, mode)
-            paused = len(chunks)
+            paused = True
             assert await client.healthy()
             await asyncio.to_thread(control.set_weight_version, "next")
             await asyncio.to_thread(control.resume)
     await asyncio.to_thread(control.set_weight_version, before)
     ids, logprobs, finish = joined(chunks)
-    assert len(ids) == 200
+    assert len(ids) == 800
     assert finish.meta["retractions"] == retractions
     assert logprobs == pytest.approx(reference(PROMPT, ids, 1.0), abs=1e-4)
     spans = finish.version_spans
-    assert (spans[0].start, spans[-1].end) == (0, 200)
+    assert (spans[0].start, spans[-1].end) == (0, 800)
     assert all(a.end == b.start for a, b in pairwise(spans))
 
 
@@ -283,12 +283,12 @@ async def test_version_spans_after_an_update(
         control.update_from_disk(str(tiny_model), "updated")
         control.resume()
 
-    (ids, _, finish), _ = await asyncio.gather(sample(client, max_new_tokens=300), asyncio.to_thread(update))
+    (ids, _, finish), _ = await asyncio.gather(sample(client, max_new_tokens=800), asyncio.to_thread(update))
     await asyncio.to_thread(control.set_weight_version, before)
     old, new = finish.version_spans
     assert old == VersionSpan(0, new.start, before)
     assert new == VersionSpan(old.end, len(ids), "updated")
-    assert 0 < old.end < 300
+    assert 0 < old.end < 800
 
 
 async def test_a_stream_costs_the_same_per_token(client: SGLangEngine) -> None:
