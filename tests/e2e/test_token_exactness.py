@@ -83,7 +83,7 @@ def test_trajectories_are_what_the_engine_was_sent_and_returned(stand: Stand, da
         for earlier, later in pairwise(rows):
             held = len(earlier.input_ids) + len(earlier.output_ids)
             shared = _shared(trajectory.tokens[:held], later.input_ids)
-            assert shared >= held - 1  # the seam may drop a stop token that opens another message
+            assert shared == held
             assert later.cached_tokens >= len(earlier.input_ids) - 1
         _check_masks(trajectory, rows)
 
@@ -140,16 +140,12 @@ async def _streamed(
 
 
 def _prefixes(trajectory: Trajectory, by_row: dict[tuple[int, ...], Exchange]) -> list[Exchange]:
-    """The exchanges whose prompt and output the trajectory begins with, shortest first.
-
-    Only the last one's stop token may have been dropped by a later seam.
-    """
+    """The exchanges whose prompt and output the trajectory begins with, shortest first."""
     found = []
     for row, exchange in by_row.items():
-        if tuple(trajectory.tokens[: len(row)]) == row and sum(trajectory.loss_mask[: len(row)]):
-            start = len(exchange.input_ids)
-            if all(trajectory.loss_mask[start : len(row)]):
-                found.append(exchange)
+        sampled = trajectory.loss_mask[len(exchange.input_ids) : len(row)]
+        if tuple(trajectory.tokens[: len(row)]) == row and all(sampled):
+            found.append(exchange)
     return sorted(found, key=lambda exchange: len(exchange.input_ids))
 
 
