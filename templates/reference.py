@@ -27,9 +27,9 @@ append-only. Best effort.
 | --- | --- |
 | `hermes_json` | one JSON object with `name` and `arguments` between marks |
 | `json_list` | one list of such objects between marks |
-| `bare_json` | such an object, without marks where an answer starts with it; read at the answer's end |
+| `bare_json` | such an object, bare where an answer starts with it; read at the answer's end |
 | `marked_json` | a name and JSON arguments between marks of their own |
-| `markup` | a name, and each argument's name and value between marks; the tool's JSON schema gives the types |
+| `markup` | name, argument names and values between marks; the tool's JSON schema gives the types |
 | `harmony` | a message to a function on the commentary channel |
 
 Arguments of every format but `json_list` and `bare_json` stream while they are sampled. What is no call that
