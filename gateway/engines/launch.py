@@ -1,6 +1,7 @@
 """Starting SGLang with the options that token-exact training needs."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -32,7 +33,7 @@ class EngineOptions:
     host: str = "127.0.0.1"
     port: int = 0  # 0: a free one
     device: Device | None = None  # None: the GPU if there is one
-    dtype: str = "auto"  # "float32", "bfloat16", ...
+    dtype: str = "auto"  # "float32", "bfloat16", ...; "auto": the model's own
     context_length: int | None = None  # most tokens of prompt + output
     max_total_tokens: int | None = None  # size of the KV cache, tokens; on a CPU 65,536 unless given
     max_running_requests: int | None = None
@@ -52,7 +53,7 @@ def engine_command(options: EngineOptions, python: Path) -> tuple[list[str], dic
         "host": options.host,
         "port": options.port,
         "device": device,
-        "dtype": options.dtype,
+        "dtype": _model_dtype(options.model) if options.dtype == "auto" else options.dtype,
         "context-length": options.context_length,
         "max-total-tokens": options.max_total_tokens,
         "max-running-requests": options.max_running_requests,
@@ -95,6 +96,15 @@ def engine_command(options: EngineOptions, python: Path) -> tuple[list[str], dic
         elif value is not None and value is not False:
             command += [f"--{name}", str(value)]
     return [*command, *options.extra], environment
+
+
+def _model_dtype(model: str) -> str:
+    """The precision that config.json names. SGLang's own `auto` would serve a float32 model in float16."""
+    try:
+        config = json.loads((Path(model) / "config.json").read_text())
+    except OSError:
+        return "auto"
+    return str(config.get("dtype") or config.get("torch_dtype") or "auto")
 
 
 @dataclass

@@ -75,6 +75,21 @@ def test_cuda_command_has_nothing_of_the_cpu(model: Path) -> None:
     assert not {"PYTHONPATH", "SGLANG_USE_CPU_ENGINE"} & env.keys()
 
 
+@pytest.mark.parametrize(
+    ("config", "asked", "served"),
+    [
+        ('{"dtype": "float32"}', "auto", "float32"),  # SGLang's own auto would make it float16
+        ('{"torch_dtype": "bfloat16"}', "auto", "bfloat16"),
+        ("{}", "auto", "auto"),
+        ('{"dtype": "float32"}', "bfloat16", "bfloat16"),
+    ],
+)
+def test_auto_is_the_precision_of_the_model(model: Path, config: str, asked: str, served: str) -> None:
+    (model / "config.json").write_text(config)
+    command, _ = engine_command(EngineOptions(str(model), dtype=asked), Path("python"))
+    assert options_of(command)["--dtype"] == served
+
+
 def test_device_follows_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(environment, "_NVIDIA_GPUS", tmp_path / "gpus")
