@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -11,9 +10,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from titogym.gateway.errors import RequestError
-from titogym.gateway.protocols.base import KEEP_ALIVE, Reply
-from titogym.gateway.sessions.session import Session
-from titogym.gateway.sessions.turn import Committed, Delta
+from titogym.gateway.protocols.base import Reply
+from titogym.gateway.sessions.turn import Committed, Delta, Items, Planned
 
 KEEP_ALIVE_SECONDS = 10.0
 
@@ -21,24 +19,15 @@ ErrorBody = Callable[[RequestError], dict[str, Any]]
 
 
 class TurnResponse(Response):
-    """Runs a turn and writes its answer.
+    """Reads a turn and writes its answer.
 
-    The status line of a stream waits for the turn's first item, so that a refusal has its own status;
-    after `KEEP_ALIVE_SECONDS` of silence it goes out, and comments keep the connection alive.
+    The status line of a stream waits for the turn's first tokens, so that a refusal has its own status;
+    after `KEEP_ALIVE_SECONDS` of silence it goes out, and the protocol's pings keep the connection alive.
     """
 
-    def __init__(
-        self,
-        items: AsyncGenerator[Delta | Committed],
-        reply: Reply,
-        session: Session,
-        *,
-        stream: bool,
-        error_body: ErrorBody,
-    ) -> None:
+    def __init__(self, items: Items, reply: Reply, *, stream: bool, error_body: ErrorBody) -> None:
         self._items = items
         self._reply = reply
-        self._session = session
         self._stream = stream
         self._error_body = error_body
         self.background = None
@@ -48,49 +37,44 @@ class TurnResponse(Response):
         work = asyncio.ensure_future(self._streamed(answer) if answer else self._whole(send))
         gone = asyncio.ensure_future(_disconnected(receive))
         pulse = asyncio.ensure_future(self._pulse(answer)) if answer else None
-        self._session.tasks.add(work)
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             if pulse:
                 pulse.cancel()
-            left = not work.done()
-            if left:
-                work.cancel()
-            try:
-                await work
-            except asyncio.CancelledError:
-                if not left:  # the session was deleted under the turn
-                    deleted = RequestError("The session was deleted.", status=404, code="session_not_found")
-                    await self._fail(deleted, answer, send)
-            except RequestError as error:
-                await self._fail(error, answer, send)
+            if work.done():
+                try:
+                    work.result()
+                except RequestError as error:
+                    await self._fail(error, answer, send)
         finally:
             for task in (work, gone, pulse):
                 if task:
                     task.cancel()
-            self._session.tasks.discard(work)
+            await self._items.aclose()
 
     async def _whole(self, send: Send) -> None:
-        async with aclosing(self._items) as items:
-            async for item in items:
-                if isinstance(item, Committed):
-                    body = self._reply.whole(item)
-                    await Response(body, media_type="application/json")(_NO_SCOPE, _nothing, send)
+        async for item in self._items:
+            if isinstance(item, Committed):
+                body = self._reply.whole(item)
+                await Response(body, media_type="application/json")(_NO_SCOPE, _nothing, send)
 
     async def _streamed(self, answer: "_Stream") -> None:
-        async with aclosing(self._items) as items:
-            async for item in items:
-                head = b"" if answer.started else self._reply.open()
-                if isinstance(item, Committed):
-                    await answer.write(head + self._reply.close(item), more=False)
-                else:
-                    await answer.write(head + self._reply.delta(item))
+        async for item in self._items:
+            if isinstance(item, Planned):
+                self._reply.planned(item.prompt_tokens)
+                continue
+            head = b"" if answer.started else self._reply.open()
+            if isinstance(item, Delta):
+                await answer.write(head + self._reply.delta(item))
+            else:
+                await answer.write(head + self._reply.close(item), more=False)
 
     async def _pulse(self, answer: "_Stream") -> None:
         while True:
             await asyncio.sleep(KEEP_ALIVE_SECONDS)
             if time.monotonic() - answer.written >= KEEP_ALIVE_SECONDS:
-                await answer.write(KEEP_ALIVE if answer.started else self._reply.open() + KEEP_ALIVE)
+                head = b"" if answer.started else self._reply.open()
+                await answer.write(head + self._reply.keep_alive)
 
     async def _fail(self, error: RequestError, answer: "_Stream | None", send: Send) -> None:
         if answer is not None and answer.started:

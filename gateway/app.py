@@ -5,6 +5,8 @@ import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from hashlib import blake2b
 from typing import Any
 
 import orjson
@@ -21,8 +23,9 @@ from titogym.gateway.answering import TurnResponse, error_response
 from titogym.gateway.engines.base import Engine
 from titogym.gateway.engines.pool import EnginePool
 from titogym.gateway.errors import RequestError
-from titogym.gateway.protocols import chat
-from titogym.gateway.protocols.errors import openai_error
+from titogym.gateway.protocols import chat, messages
+from titogym.gateway.protocols.base import Context, WireProtocol
+from titogym.gateway.protocols.errors import anthropic_error, openai_error
 from titogym.gateway.sessions.journal import Journal
 from titogym.gateway.sessions.service import TurnService
 from titogym.gateway.sessions.session import Session
@@ -33,6 +36,7 @@ from titogym.gateway.trajectories import cut, unsuperseded
 from titogym.templates.model import ModelAssets, load_model_assets
 
 _SWEEP_SECONDS = 5.0
+SESSION_HEADER = "x-titogym-session"
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -76,9 +80,12 @@ class Gateway:
                 Route(base + path, endpoint, methods=[method])
                 for base in ("/sessions/{id}/v1", "/v1")
                 for path, endpoint, method in (
-                    ("/chat/completions", self.chat_completions, "POST"),
+                    ("/chat/completions", self._turn(chat.PROTOCOL), "POST"),
+                    ("/messages", self._turn(messages.PROTOCOL), "POST"),
+                    ("/messages/count_tokens", self._count(messages.PROTOCOL, _input_tokens), "POST"),
                     ("/completions", self.completions, "POST"),
                     ("/models", self.models, "GET"),
+                    ("/models/{model:path}", self.model, "GET"),
                 )
             ),
         ]
@@ -123,7 +130,8 @@ class Gateway:
         return PlainTextResponse(inspection.metrics(self._store), media_type="text/plain; version=0.0.4")
 
     async def create(self, request: Request) -> Response:
-        spec = parse_spec(await self._json(request, empty={}))
+        body = await self._body(request)
+        spec = parse_spec(_json(body) if body else {})
         if spec.family not in (None, self._assets.family.name):
             raise RequestError(
                 f"This gateway serves family {self._assets.family.name}, not {spec.family}.", param="family"
@@ -163,20 +171,40 @@ class Gateway:
 
     # --- the model, as a session sees it ----------------------------------------------------------
 
-    async def chat_completions(self, request: Request) -> Response:
-        body = await self._json(request)
-        session = self._session(request)
-        try:
-            asked = chat.parse(body, self._assets.family, self._model)
-        except RequestError as error:
-            session.diagnostics.failed(error)
-            raise
-        return TurnResponse(
-            self._service.turn(session, asked.turn),
-            chat.ChatReply(asked, self._assets.tokenizer),
-            session,
-            stream=asked.turn.stream,
-            error_body=openai_error,
+    def _turn(self, protocol: WireProtocol) -> Endpoint:
+        async def endpoint(request: Request) -> Response:
+            body = await self._body(request)
+            session = self._session(request)
+            try:
+                asked = protocol.parse(_json(body), self._context(request, session, protocol, body))
+                items, receipt = self._service.board(session, asked.turn, _retried(request))
+            except RequestError as error:
+                session.diagnostics.failed(error)
+                raise
+            reply = asked.reply(self._assets.tokenizer, receipt)
+            return TurnResponse(items, reply, stream=asked.turn.stream, error_body=protocol.error_body)
+
+        return endpoint
+
+    def _count(self, protocol: WireProtocol, answer: Callable[[int], dict[str, Any]]) -> Endpoint:
+        async def endpoint(request: Request) -> Response:
+            body = _json(await self._body(request))
+            session = self._session(request)
+            if isinstance(body, dict):
+                body = {"max_tokens": 1, **body}  # where a turn must say it, a count need not
+            asked = protocol.parse(body, self._context(request, session, protocol, b""))
+            return Json(answer(await self._service.count(session, asked.turn)))
+
+        return endpoint
+
+    def _context(self, request: Request, session: Session, protocol: WireProtocol, body: bytes) -> Context:
+        return Context(
+            family=self._assets.family,
+            model=self._model,
+            tree=session.tree,
+            digest=blake2b(body, digest_size=16, person=protocol.name.encode()).hexdigest(),
+            key=request.headers.get("idempotency-key", ""),
+            headers=request.headers,
         )
 
     async def completions(self, request: Request) -> Response:
@@ -189,21 +217,39 @@ class Gateway:
 
     async def models(self, request: Request) -> Response:
         self._session(request)
-        model = {"id": self._model, "object": "model", "created": self._started, "owned_by": "titogym"}
-        return Json({"object": "list", "data": [model]})
+        listed = [self._described(request)]
+        if _of_anthropic(request):
+            return Json({"data": listed, "has_more": False, "first_id": self._model, "last_id": self._model})
+        return Json({"object": "list", "data": listed})
+
+    async def model(self, request: Request) -> Response:
+        self._session(request)
+        if request.path_params["model"] != self._model:
+            raise RequestError(
+                f"This gateway serves {self._model} alone.", status=404, code="model_not_found", param="model"
+            )
+        return Json(self._described(request))
+
+    def _described(self, request: Request) -> dict[str, Any]:
+        if _of_anthropic(request):
+            created = datetime.fromtimestamp(self._started, UTC).isoformat().replace("+00:00", "Z")
+            return {"type": "model", "id": self._model, "display_name": self._model, "created_at": created}
+        return {"id": self._model, "object": "model", "created": self._started, "owned_by": "titogym"}
 
     def _session(self, request: Request) -> Session:
         """The session that the path or the API key names: there is no default one."""
-        id = request.path_params.get("id") or _bearer(request)
+        id = request.path_params.get("id") or request.headers.get(SESSION_HEADER)
+        id = id or request.headers.get("x-api-key") or _bearer(request)
         if not id:
             raise RequestError(
-                "Name a session: create one with POST /sessions, then use its base_url or its api_key.",
+                "Name a session: create one with POST /sessions, then use its base_url, its api_key, or the "
+                f"header {SESSION_HEADER}.",
                 status=401,
                 code="session_required",
             )
         return self._store.get(id)
 
-    async def _json(self, request: Request, empty: Any = None) -> Any:
+    async def _body(self, request: Request) -> bytes:
         most = self._settings.max_body_bytes
         body = bytearray()
         async for piece in request.stream():
@@ -212,12 +258,7 @@ class Gateway:
                 raise RequestError(
                     f"The request body is larger than {most} bytes.", status=413, code="too_large"
                 )
-        if not body and empty is not None:
-            return empty
-        try:
-            return orjson.loads(body)
-        except orjson.JSONDecodeError as error:
-            raise RequestError(f"The request body is not JSON: {error}.") from None
+        return bytes(body)
 
 
 def create_app(settings: GatewaySettings) -> Starlette:
@@ -243,21 +284,47 @@ def application(settings: GatewaySettings, assets: ModelAssets, engines: Sequenc
     )
 
 
+def _json(body: bytes) -> Any:
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"The request body is not JSON: {error}.") from None
+
+
+def _input_tokens(count: int) -> dict[str, Any]:
+    return {"input_tokens": count}
+
+
+def _retried(request: Request) -> bool:
+    """Whether the client's SDK says that it sends this request once more."""
+    count = request.headers.get("x-stainless-retry-count", "")
+    return count.isdecimal() and int(count) > 0
+
+
 def _bearer(request: Request) -> str:
     scheme, _, value = request.headers.get("authorization", "").partition(" ")
     return value.strip() if scheme.lower() == "bearer" else ""
 
 
+def _of_anthropic(request: Request) -> bool:
+    """Whether the client speaks Anthropic's protocol."""
+    return "anthropic-version" in request.headers or "/v1/messages" in request.url.path
+
+
+def _error(request: Request, error: RequestError) -> Response:
+    return error_response(error, anthropic_error if _of_anthropic(request) else openai_error)
+
+
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return error_response(error, openai_error)
+    return _error(request, error)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     detail = f"{request.method} {request.url.path}: {error.detail}"
     refusal = RequestError(detail, status=error.status_code, code="no_such_endpoint")
-    return error_response(refusal, openai_error)
+    return _error(request, refusal)
 
 
 async def _gone(request: Request, error: Exception) -> Response:
@@ -266,4 +333,4 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 async def _failed(request: Request, error: Exception) -> Response:
     failure = RequestError("The gateway failed; its log has the details.", status=500, code="internal_error")
-    return error_response(failure, openai_error)
+    return _error(request, failure)

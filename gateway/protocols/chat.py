@@ -1,50 +1,31 @@
-"""OpenAI Chat Completions: requests to canonical turns, and answers back.
+"""OpenAI Chat Completions: requests to canonical turns, and answers back."""
 
-Each field of a request is honoured, mapped, refused by name, or listed in the session's diagnostics as
-ignored; none is dropped in silence.
-"""
-
-import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
-from pydantic import ValidationError
 
 from titogym.gateway.errors import RequestError
-from titogym.gateway.protocols.base import event
+from titogym.gateway.protocols.base import COMMENT, Context, WireProtocol, event
 from titogym.gateway.protocols.errors import openai_error
+from titogym.gateway.protocols.fields import (
+    boolean,
+    checked,
+    json_schema,
+    mapping,
+    sampling,
+    string,
+    template_kwargs,
+)
 from titogym.gateway.sessions.spec import Sampling
+from titogym.gateway.sessions.tree import Receipt
 from titogym.gateway.sessions.turn import Committed, Delta, TurnRequest
 from titogym.gateway.tokens.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
 from titogym.templates.conversation import Message, Prefix, Role, ToolCall
-from titogym.templates.family import Family
 from titogym.templates.tokenizer import Tokenizer
 
-_TOKENS = "The gateway alone decides which tokens are sent and kept; remove this field."
-_OURS = "The gateway captures tokens and log-probs of every turn itself; remove this field."
 _REFUSED = {
-    "input_ids": _TOKENS,
-    "prompt_token_ids": _TOKENS,
-    "prompt_ids": _TOKENS,
-    "token_ids": _TOKENS,
-    "output_ids": _TOKENS,
-    "input_embeds": _TOKENS,
-    "prompt_embeds": _TOKENS,
-    "continue_final_message": _TOKENS,
-    "add_generation_prompt": _TOKENS,
-    "chat_template": _TOKENS,
-    "lora_path": _TOKENS,
-    "return_logprob": _OURS,
-    "logprob_start_len": _OURS,
-    "token_ids_logprob": _OURS,
-    "prompt_logprobs": _OURS,
-    "return_hidden_states": _OURS,
-    "return_routed_experts": _OURS,
-    "routed_experts_start_len": _OURS,
-    "rid": _OURS,
     "functions": "Use tools in place of functions.",
     "function_call": "Use tool_choice in place of function_call.",
     "logit_bias": "Biased logits are not supported: remove logit_bias.",
@@ -52,30 +33,12 @@ _REFUSED = {
     "audio": "Only text is supported: remove audio.",
     "web_search_options": "Web search is not supported: give the model a tool for it.",
 }
-_HARMLESS: dict[str, tuple[Any, ...]] = {  # values that ask for nothing
-    "logit_bias": ({},),
-    "repetition_penalty": (1,),
-    "return_logprob": (False,),
-    "return_hidden_states": (False,),
-    "return_routed_experts": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-}
 _IGNORED = {
     "return_token_ids": "tokens are collected with the session's trajectories",
-    "parallel_tool_calls": "the model decides how many tools it calls at once",
     "prediction": "the engine has no use for a predicted output",
     "verbosity": "the model's template has no such setting",
     "store": "the session stores every turn",
-    "metadata": "a session is labelled when it is created",
-    "user": "a session has one user",
-    "safety_identifier": "a session has one user",
-    "service_tier": "there is one tier",
-    "moderation": "there is no moderation",
-    **dict.fromkeys(
-        ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
-        "a session's prefix is cached on its engine anyway",
-    ),
+    "session_id": "the session is named by the URL, the API key or the header x-titogym-session",
 }
 _SAMPLING = (
     "temperature",
@@ -111,39 +74,45 @@ class ChatRequest:
     include_usage: bool
     logprobs: bool
 
+    def reply(self, tokenizer: Tokenizer, receipt: Receipt) -> "ChatReply":
+        return ChatReply(self, tokenizer, receipt)
 
-def parse(body: Any, family: Family, default_model: str) -> ChatRequest:
+
+def parse(body: Any, context: Context) -> ChatRequest:
     """Raises `RequestError` for what cannot be served, naming the field."""
-    if not isinstance(body, dict):
-        raise RequestError("The request body must be a JSON object.")
-    ignored = _check_fields(body)
-    kwargs = _template_arguments(body, family, ignored)
+    body, ignored = checked(body, _READ, _REFUSED, _IGNORED)
+    _check_values(body)
+    kwargs = template_kwargs(
+        context.family,
+        ignored,
+        asked=mapping(body.get("chat_template_kwargs"), "chat_template_kwargs"),
+        effort=("reasoning_effort", body.get("reasoning_effort")),
+    )
     tools = _tools(body.get("tools"))
     turn = TurnRequest(
         prefix=Prefix(tools=tools, kwargs=kwargs),
         messages=messages(body.get("messages")),
         sampling=_sampling(body),
-        stream=_boolean(body, "stream"),
+        stream=boolean(body, "stream"),
         calls=bool(tools) and _may_call(body.get("tool_choice")),
         ignored=ignored,
+        receipt=context.receipt("chatcmpl-"),
     )
     return ChatRequest(
         turn=turn,
-        model=_text(body.get("model"), "model") or default_model,
-        include_usage=bool(_mapping(body.get("stream_options"), "stream_options").get("include_usage")),
-        logprobs=_boolean(body, "logprobs"),
+        model=string(body.get("model"), "model") or context.model,
+        include_usage=bool(mapping(body.get("stream_options"), "stream_options").get("include_usage")),
+        logprobs=boolean(body, "logprobs"),
     )
+
+
+PROTOCOL = WireProtocol("chat", parse, openai_error)
 
 
 # --- fields ---------------------------------------------------------------------------------------
 
 
-def _check_fields(body: Mapping[str, Any]) -> dict[str, str]:
-    """Refuse what must be refused; the fields that will have no effect, with reasons."""
-    for name, reason in _REFUSED.items():
-        value = body.get(name)
-        if value is not None and value not in _HARMLESS.get(name, ()):
-            raise RequestError(f"{name} is not accepted. {reason}", param=name, code="unsupported_parameter")
+def _check_values(body: Mapping[str, Any]) -> None:
     if body.get("n") not in (None, 1):
         raise RequestError("Only n=1 is supported: send one request per answer.", param="n")
     if body.get("top_logprobs"):
@@ -152,10 +121,6 @@ def _check_fields(body: Mapping[str, Any]) -> dict[str, str]:
         )
     if body.get("modalities") not in (None, ["text"]):
         raise RequestError("Only text is supported: set modalities to ['text'].", param="modalities")
-    unread = body.keys() - _READ - _REFUSED.keys()
-    return {
-        name: _IGNORED.get(name, "it has no effect here") for name in sorted(unread) if body[name] is not None
-    }
 
 
 def _sampling(body: Mapping[str, Any]) -> Sampling:
@@ -164,49 +129,8 @@ def _sampling(body: Mapping[str, Any]) -> Sampling:
     options["max_tokens"] = body.get("max_tokens") if most is None else most
     stop = body.get("stop")
     options["stop"] = (stop,) if isinstance(stop, str) else stop
-    options["json_schema"] = _json_schema(body.get("response_format"))
-    try:
-        return Sampling.model_validate(options)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = str(first["loc"][0])
-        if name == "max_tokens" and most is not None:
-            name = "max_completion_tokens"
-        raise RequestError(f"{name}: {first['msg']}", param=name) from None
-
-
-def _json_schema(response_format: Any) -> str | None:
-    wanted = _mapping(response_format, "response_format")
-    match wanted.get("type", "text"):
-        case "text":
-            return None
-        case "json_object":
-            return '{"type": "object"}'
-        case "json_schema":
-            schema = _mapping(wanted.get("json_schema"), "response_format.json_schema").get("schema")
-            if isinstance(schema, dict):
-                return orjson.dumps(schema).decode()
-            raise RequestError(
-                "response_format.json_schema.schema must be an object.", param="response_format"
-            )
-        case other:
-            raise RequestError(f"response_format type {other!r} is not supported.", param="response_format")
-
-
-def _template_arguments(body: Mapping[str, Any], family: Family, ignored: dict[str, str]) -> dict[str, Any]:
-    kwargs = {}
-    for name, value in _mapping(body.get("chat_template_kwargs"), "chat_template_kwargs").items():
-        if name in family.kwargs:
-            kwargs[name] = value
-        else:
-            ignored[f"chat_template_kwargs.{name}"] = f"the {family.name} template has no such argument"
-    effort = body.get("reasoning_effort")
-    if effort is not None:
-        if "enable_thinking" in family.kwargs:
-            kwargs.setdefault("enable_thinking", effort not in ("none", "minimal"))
-        else:
-            ignored["reasoning_effort"] = f"the {family.name} template has no such setting"
-    return {name: value for name, value in kwargs.items() if value != family.default_kwargs[name]}
+    options["json_schema"] = json_schema(body.get("response_format"), "response_format", "json_schema")
+    return sampling(options, {} if most is None else {"max_tokens": "max_completion_tokens"})
 
 
 def _tools(value: Any) -> tuple[dict[str, Any], ...]:
@@ -235,25 +159,6 @@ def _may_call(choice: Any) -> bool:
     )
 
 
-def _boolean(body: Mapping[str, Any], name: str) -> bool:
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise RequestError(f"{name} must be true or false.", param=name)
-    return bool(value)
-
-
-def _mapping(value: Any, param: str) -> Mapping[str, Any]:
-    if value is not None and not isinstance(value, dict):
-        raise RequestError(f"{param} must be an object.", param=param)
-    return value or {}
-
-
-def _text(value: Any, param: str) -> str:
-    if value is not None and not isinstance(value, str):
-        raise RequestError(f"{param} must be a string.", param=param)
-    return value or ""
-
-
 # --- messages -------------------------------------------------------------------------------------
 
 
@@ -279,17 +184,17 @@ def _message(item: Any, where: str) -> Message:
         reasoning = item.get("reasoning_content") or item.get("reasoning")
         return Message(
             role=role,
-            content=content or _text(item.get("refusal"), f"{where}.refusal"),
-            reasoning=_text(reasoning, f"{where}.reasoning_content"),
+            content=content or string(item.get("refusal"), f"{where}.refusal"),
+            reasoning=string(reasoning, f"{where}.reasoning_content"),
             tool_calls=_tool_calls(item.get("tool_calls"), f"{where}.tool_calls"),
         )
     if role == "tool":
-        call = _text(item.get("tool_call_id"), f"{where}.tool_call_id")
+        call = string(item.get("tool_call_id"), f"{where}.tool_call_id")
         if not call:
             param = f"{where}.tool_call_id"
             raise RequestError(f"{param} must name the call that it answers.", param=param)
         return Message(
-            role=role, content=content, tool_call_id=call, name=_text(item.get("name"), f"{where}.name")
+            role=role, content=content, tool_call_id=call, name=string(item.get("name"), f"{where}.name")
         )
     return Message(role=role, content=content)
 
@@ -322,12 +227,12 @@ def _tool_calls(value: Any, where: str) -> tuple[ToolCall, ...]:
         arguments = function.get("arguments")
         calls.append(
             ToolCall(
-                id=_text(item.get("id"), f"{where}[{i}].id"),
-                name=_text(function.get("name"), f"{where}[{i}].function.name"),
+                id=string(item.get("id"), f"{where}[{i}].id"),
+                name=string(function.get("name"), f"{where}[{i}].function.name"),
                 # Some clients send the object in place of its text.
                 arguments=orjson.dumps(arguments).decode()
                 if isinstance(arguments, dict)
-                else _text(arguments, f"{where}[{i}].function.arguments"),
+                else string(arguments, f"{where}[{i}].function.arguments"),
             )
         )
     return tuple(calls)
@@ -342,9 +247,12 @@ class ChatReply:
 
     request: ChatRequest
     tokenizer: Tokenizer
-    id: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex[:24]}")
-    created: int = field(default_factory=lambda: int(time.time()))
+    receipt: Receipt
+    keep_alive: bytes = COMMENT
     _unsent: list[dict[str, Any]] = field(default_factory=list)  # log-probs without an event yet
+
+    def planned(self, prompt_tokens: int) -> None:
+        pass
 
     def open(self) -> bytes:
         return self._chunk({"role": "assistant", "content": ""})
@@ -379,7 +287,8 @@ class ChatReply:
 
     def _head(self, chunk: bool) -> dict[str, Any]:
         kind = "chat.completion.chunk" if chunk else "chat.completion"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.request.model}
+        id, created = self.receipt.id, self.receipt.created
+        return {"id": id, "object": kind, "created": created, "model": self.request.model}
 
     def _chunk(self, delta: dict[str, Any], finish: str | None = None) -> bytes:
         logprobs = None

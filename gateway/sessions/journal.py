@@ -15,7 +15,7 @@ import orjson
 
 from titogym.errors import UserError
 from titogym.gateway.engines.base import VersionSpan
-from titogym.gateway.sessions.tree import Generation, Node, Timings, Tree
+from titogym.gateway.sessions.tree import Generation, Node, Receipt, Timings, Tree
 from titogym.templates.conversation import Message, Prefix, ToolCall
 
 _SCHEMA = """
@@ -124,6 +124,7 @@ def _dump(node: Node) -> tuple[Any, ...]:
         "engine": generation.engine,
         "cached_tokens": generation.cached_tokens,
         "timings": generation.timings,
+        "receipt": node.receipt,
     }
     return (
         node.id,
@@ -163,6 +164,7 @@ def _load(row: Sequence[Any], tree: Tree) -> None:
         raw,
     ) = row
     meta = orjson.loads(raw)
+    receipt = Receipt(**meta.pop("receipt"))
     above = None if parent is None else tree.nodes[parent]
     node = tree.draft(
         parent=above,
@@ -180,6 +182,7 @@ def _load(row: Sequence[Any], tree: Tree) -> None:
             **meta,
         ),
         supersedes=supersedes,
+        receipt=receipt,
     )
     node.replayed = None if replayed is None else _message(orjson.loads(replayed))
     assert node.id == id

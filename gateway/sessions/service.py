@@ -21,6 +21,7 @@ from titogym.gateway.engines.base import (
     SamplingParams,
 )
 from titogym.gateway.errors import RequestError, context_exceeded
+from titogym.gateway.sessions.flights import replay
 from titogym.gateway.sessions.policies import Placement
 from titogym.gateway.sessions.session import Session
 from titogym.gateway.sessions.spec import Sampling
@@ -29,13 +30,14 @@ from titogym.gateway.sessions.tree import (
     Generation,
     Lookup,
     Node,
+    Receipt,
     Timings,
     logprob_array,
     path,
     row,
     token_array,
 )
-from titogym.gateway.sessions.turn import Committed, Delta, TurnRequest
+from titogym.gateway.sessions.turn import Committed, Delta, Item, Items, Planned, TurnRequest
 from titogym.gateway.tokens.parsers.answer import AnswerParser
 from titogym.gateway.tokens.rows import Extension, extend
 from titogym.templates.conversation import Message
@@ -74,7 +76,24 @@ class TurnService:
         self._router = router
         self._store = store
 
-    async def turn(self, session: Session, request: TurnRequest) -> AsyncGenerator[Delta | Committed]:
+    def board(self, session: Session, request: TurnRequest, retried: bool) -> tuple[Items, Receipt]:
+        """Start a turn, or find the one that this request is a retry of: its items, and its receipt.
+
+        `retried` says that the client calls the request a retry. Raises `RequestError`.
+        """
+        earlier = session.attempts.earlier(request.receipt, retried)
+        if isinstance(earlier, Node):
+            session.diagnostics.replayed += 1
+            return replay(earlier), earlier.receipt
+        if earlier is None:
+            earlier = session.attempts.start(request.receipt, lambda: self.turn(session, request))
+            session.tasks.add(earlier.task)
+            earlier.task.add_done_callback(session.tasks.discard)
+        else:
+            session.diagnostics.joined += 1
+        return earlier.board(), earlier.receipt
+
+    async def turn(self, session: Session, request: TurnRequest) -> AsyncGenerator[Item]:
         """Sample one answer. The last item is `Committed`; closing the iterator earlier commits nothing.
 
         Turns of a linear session wait for each other. Raises `RequestError`, before the first item for
@@ -91,6 +110,17 @@ class TurnService:
         except RequestError as error:
             session.diagnostics.failed(error)
             raise
+
+    async def count(self, session: Session, request: TurnRequest) -> int:
+        """Tokens of the prompt that the request would be sampled from. Changes nothing.
+
+        Raises `RequestError` for what the template refuses.
+        """
+        lookup = session.tree.find(request.prefix, request.messages)
+        parent = lookup.nodes[-1] if lookup.nodes else None
+        messages = request.messages[parent.depth if parent else 0 :]
+        extension = await asyncio.to_thread(extend, self._assets, parent, request.prefix, messages)
+        return (parent.length if parent else 0) - extension.trim + len(extension.prompt_ids)
 
     async def _plan(self, session: Session, request: TurnRequest) -> _Plan:
         """Everything about the turn that can be known, and refused, ahead of sampling."""
@@ -115,7 +145,8 @@ class TurnService:
         if room < 1:
             raise context_exceeded(
                 f"This model's maximum context length is {context_length} tokens. However, your messages "
-                f"resulted in {len(tokens)} tokens. Please reduce the length of the messages."
+                f"resulted in {len(tokens)} tokens. Please reduce the length of the messages.",
+                overflow=(len(tokens), context_length - 1),
             )
         params = self._params(
             session.spec.sampling, request.sampling, room if budget is None else min(room, budget)
@@ -132,7 +163,8 @@ class TurnService:
 
     async def _sample(
         self, session: Session, request: TurnRequest, plan: _Plan, started: float
-    ) -> AsyncGenerator[Delta | Committed]:
+    ) -> AsyncGenerator[Item]:
+        yield Planned(len(plan.row))
         try:
             engine = await self._router.choose(session.id)
         except EngineError as error:
@@ -185,13 +217,16 @@ class TurnService:
             cached_tokens=finish.cached_tokens,
             timings=Timings(queued - started, (first or done) - queued, done - started),
         )
-        yield Committed(
-            node=self._commit(session, plan, parser.message(), generation),
-            prompt_tokens=len(plan.row),
-            cached_tokens=finish.cached_tokens,
-        )
+        yield Committed(self._commit(session, request, plan, parser.message(), generation))
 
-    def _commit(self, session: Session, plan: _Plan, answer: Message, generation: Generation) -> Node:
+    def _commit(
+        self,
+        session: Session,
+        request: TurnRequest,
+        plan: _Plan,
+        answer: Message,
+        generation: Generation,
+    ) -> Node:
         if session.deleted:
             raise RequestError("The session was deleted.", status=404, code="session_not_found")
         parent, supersedes = plan.placement.parent, plan.placement.supersedes
@@ -202,10 +237,12 @@ class TurnService:
             answer,
             generation,
             supersedes.id if supersedes else None,
+            request.receipt,
         )
         replays = _replays(parent, plan.lookup.messages)
         self._store.commit(session, node, replays)
         session.tree.append(node)
+        session.attempts.done(node)
         for earlier, replayed in replays:
             earlier.replayed = replayed
         return node

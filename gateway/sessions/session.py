@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titogym.gateway.errors import RequestError
+from titogym.gateway.sessions.flights import Attempts
 from titogym.gateway.sessions.matchers import matcher
 from titogym.gateway.sessions.policies import Policy, policy
 from titogym.gateway.sessions.spec import SessionSpec
@@ -21,6 +22,8 @@ class Diagnostics:
     last_error: dict[str, Any] | None = None  # code, status, message
     exhausted: str | None = None  # the budget that is used up: "turns" or "tokens"
     aborted: int = 0  # turns whose client went away
+    joined: int = 0  # retries of a request in flight
+    replayed: int = 0  # retries that were given an answer again
 
     def failed(self, error: RequestError) -> None:
         self.errors[error.code] = self.errors.get(error.code, 0) + 1
@@ -41,6 +44,7 @@ class Session:
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     tasks: "set[asyncio.Task[Any]]" = field(default_factory=set)  # turns in flight
+    attempts: Attempts = field(default_factory=Attempts)
     deleted: bool = False
 
     @classmethod

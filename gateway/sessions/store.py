@@ -124,4 +124,6 @@ class SessionStore:
         )
         session.diagnostics = Diagnostics(**record.diagnostics)
         self._journal.restore(record.id, session.tree)
+        for node in session.tree.nodes:
+            session.attempts.done(node)
         return session

@@ -4,16 +4,18 @@ A node stores only what its turn added, so memory grows with new tokens and neve
 prefix. Rows are put together from root to node when they are asked for.
 """
 
+import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 import orjson
 
 from titogym.gateway.engines.base import VersionSpan
 from titogym.gateway.sessions.matchers import Matcher
-from titogym.templates.conversation import Message, Prefix
+from titogym.templates.conversation import Message, Prefix, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,22 @@ class Generation:
     timings: Timings = Timings()
 
 
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """How a turn went over the wire.
+
+    `id` is the answer's, as the client knows it; `created` is in seconds since the epoch; `request` is a
+    digest of what was asked and `key` the client's idempotency key, "" where there is none; `echo` is
+    what the protocol needs to write the answer once more.
+    """
+
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+    request: str = ""
+    key: str = ""
+    echo: Mapping[str, Any] = field(default_factory=dict)
+
+
 def token_array(ids: Iterable[int]) -> "array[int]":
     return array("i", ids)
 
@@ -71,6 +89,7 @@ class Node:
     depth: int  # messages up to and including the answer
     turn: int  # generations from the root, this one included
     length: int  # tokens of the row
+    receipt: Receipt = field(default_factory=Receipt)
     children: int = 0
     replayed: Message | None = None  # how the harness last sent the answer back, where it changed it
 
@@ -96,11 +115,16 @@ class Lookup:
 
 @dataclass(slots=True)
 class Tree:
-    """The forest. `matcher` says which replayed messages count as the stored ones."""
+    """The forest. `matcher` says which replayed messages count as the stored ones.
+
+    `answers` finds the node of an answer by the id that the client was told, `calls` a sampled call by its.
+    """
 
     matcher: Matcher
     nodes: list[Node] = field(default_factory=list)
     superseded: set[int] = field(default_factory=set)
+    answers: dict[str, Node] = field(default_factory=dict)
+    calls: dict[str, ToolCall] = field(default_factory=dict)
     _ends: dict[bytes, list[Node]] = field(default_factory=dict)
     _requests: dict[bytes, list[Node]] = field(default_factory=dict)
 
@@ -140,6 +164,7 @@ class Tree:
         answer: Message,
         generation: Generation,
         supersedes: int | None = None,
+        receipt: Receipt | None = None,
     ) -> Node:
         """The node that a generation under `parent` (None: a new root) would be; changes nothing."""
         start = parent.end_hash if parent else _prefix_hash(prefix)
@@ -158,6 +183,7 @@ class Tree:
             depth=(parent.depth if parent else 0) + len(messages) + 1,
             turn=(parent.turn if parent else 0) + 1,
             length=(parent.length if parent else 0) - generation.trim + added,
+            receipt=receipt or Receipt(),
         )
 
     def append(self, node: Node) -> None:
@@ -168,6 +194,8 @@ class Tree:
         if node.supersedes is not None:
             self.superseded.add(node.supersedes)
         self.nodes.append(node)
+        self.answers[node.receipt.id] = node
+        self.calls.update((call.id, call) for call in node.answer.tool_calls)
         self._ends.setdefault(node.end_hash, []).append(node)
         self._requests.setdefault(node.request_hash, []).append(node)
 

@@ -1,11 +1,12 @@
 """One turn, independent of the wire protocol: what is asked, and what comes back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from titogym.gateway.sessions.spec import Sampling
-from titogym.gateway.sessions.tree import Node
-from titogym.gateway.tokens.parsers.events import Event
+from titogym.gateway.sessions.tree import Node, Receipt
+from titogym.gateway.tokens.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
 from titogym.templates.conversation import Message, Prefix
 
 
@@ -19,6 +20,14 @@ class TurnRequest:
     stream: bool
     calls: bool  # whether the answer may call tools
     ignored: Mapping[str, str] = field(default_factory=dict)
+    receipt: Receipt = field(default_factory=Receipt)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """The turn is about to be sampled."""
+
+    prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +44,14 @@ class Committed:
     """The turn is in the tree and in the journal."""
 
     node: Node
-    prompt_tokens: int
-    cached_tokens: int
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.node.length - self.completion_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.node.generation.cached_tokens
 
     @property
     def completion_tokens(self) -> int:
@@ -47,3 +62,33 @@ class Committed:
         """`stop`, `length` or `tool_calls`."""
         reason = self.node.generation.finish
         return "tool_calls" if reason == "stop" and self.node.answer.tool_calls else reason
+
+
+Item = Planned | Delta | Committed
+
+
+class Items(Protocol):
+    """The items of one turn, as they come. `aclose` says that nobody reads them any more."""
+
+    def __aiter__(self) -> AsyncIterator[Item]: ...
+
+    def __anext__(self) -> Awaitable[Item]: ...
+
+    def aclose(self) -> Awaitable[None]: ...
+
+
+def again(node: Node) -> list[Item]:
+    """A committed turn as if it were sampled now."""
+    committed, answer, generation = Committed(node), node.answer, node.generation
+    events: list[Event] = []
+    if answer.reasoning:
+        events.append(Reasoning(answer.reasoning))
+    if answer.content:
+        events.append(Content(answer.content))
+    for index, call in enumerate(answer.tool_calls):
+        events += (CallStart(index, call.id, call.name), CallArguments(index, call.arguments))
+    return [
+        Planned(committed.prompt_tokens),
+        Delta(events, generation.output_ids, generation.logprobs),
+        committed,
+    ]

@@ -14,7 +14,7 @@ from titogym.gateway.client import GatewayClient, GatewayError, SessionHandle
 
 Json = dict[str, Any]
 
-TOOLS = [
+TOOLS: list[Any] = [
     {
         "type": "function",
         "function": {
