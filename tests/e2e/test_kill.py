@@ -110,6 +110,14 @@ every = 1
     shutil.rmtree(directory)
 
 
+def command_line(process: psutil.Process) -> list[str]:
+    try:
+        words: list[str] = process.cmdline()
+    except psutil.NoSuchProcess:
+        return []  # a sandbox's process that has ended
+    return words
+
+
 def listening(processes: list[psutil.Process]) -> set[int]:
     """TCP ports on which they listen."""
     ports = set()
@@ -123,7 +131,7 @@ def listening(processes: list[psutil.Process]) -> set[int]:
 
 def assert_gone(processes: list[psutil.Process], ports: set[int]) -> None:
     _, alive = psutil.wait_procs(processes, timeout=20)
-    assert not alive, [process.cmdline() for process in alive]
+    assert not alive, [command_line(process) for process in alive]
     assert not ports & {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
 
 
@@ -140,7 +148,7 @@ def test_kill_engine_gateway_and_driver_then_finish(run: Run) -> None:
             driver.send_signal(signal.SIGKILL)
             driver.wait()
         else:
-            killed = [child for child in children if victim in child.cmdline()]
+            killed = [child for child in children if victim in command_line(child)]
             assert len(killed) == 1
             killed[0].kill()
             assert driver.wait(90) == 2, run.output
