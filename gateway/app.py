@@ -23,7 +23,7 @@ from titogym.gateway.answering import TurnResponse, error_response
 from titogym.gateway.engines.base import Engine
 from titogym.gateway.engines.pool import EnginePool
 from titogym.gateway.errors import RequestError
-from titogym.gateway.protocols import chat, messages
+from titogym.gateway.protocols import chat, messages, responses
 from titogym.gateway.protocols.base import Context, WireProtocol
 from titogym.gateway.protocols.errors import anthropic_error, openai_error
 from titogym.gateway.sessions.journal import Journal
@@ -31,6 +31,7 @@ from titogym.gateway.sessions.service import TurnService
 from titogym.gateway.sessions.session import Session
 from titogym.gateway.sessions.spec import parse_spec
 from titogym.gateway.sessions.store import SessionStore
+from titogym.gateway.sessions.turn import Committed
 from titogym.gateway.settings import GatewaySettings
 from titogym.gateway.trajectories import cut, unsuperseded
 from titogym.templates.model import ModelAssets, load_model_assets
@@ -83,6 +84,11 @@ class Gateway:
                     ("/chat/completions", self._turn(chat.PROTOCOL), "POST"),
                     ("/messages", self._turn(messages.PROTOCOL), "POST"),
                     ("/messages/count_tokens", self._count(messages.PROTOCOL, _input_tokens), "POST"),
+                    ("/responses", self._turn(responses.PROTOCOL), "POST"),
+                    ("/responses/input_tokens", self._count(responses.PROTOCOL, _response_tokens), "POST"),
+                    ("/responses/{response}", self.response, "GET"),
+                    ("/responses/{response}", self.delete_response, "DELETE"),
+                    ("/responses/{response}/input_items", self.response_items, "GET"),
                     ("/completions", self.completions, "POST"),
                     ("/models", self.models, "GET"),
                     ("/models/{model:path}", self.model, "GET"),
@@ -207,6 +213,22 @@ class Gateway:
             headers=request.headers,
         )
 
+    async def response(self, request: Request) -> Response:
+        node = responses.stored(self._session(request).tree, request.path_params["response"])
+        if request.query_params.get("stream") == "true":
+            raise RequestError("A stored response is not streamed again: leave stream out.", param="stream")
+        return Json(orjson.Fragment(responses.retrieved(node, self._assets.tokenizer).whole(Committed(node))))
+
+    async def response_items(self, request: Request) -> Response:
+        node = responses.stored(self._session(request).tree, request.path_params["response"])
+        return Json(responses.items_page(node, request.query_params))
+
+    async def delete_response(self, request: Request) -> Response:
+        responses.stored(self._session(request).tree, request.path_params["response"])
+        raise RequestError(
+            "A session keeps every turn: delete the session as a whole.", status=405, code="not_deletable"
+        )
+
     async def completions(self, request: Request) -> Response:
         self._session(request)
         raise RequestError(
@@ -293,6 +315,10 @@ def _json(body: bytes) -> Any:
 
 def _input_tokens(count: int) -> dict[str, Any]:
     return {"input_tokens": count}
+
+
+def _response_tokens(count: int) -> dict[str, Any]:
+    return {"object": "response.input_tokens", "input_tokens": count}
 
 
 def _retried(request: Request) -> bool:

@@ -81,6 +81,7 @@ class WireProtocol:
     error_body: Callable[[RequestError], dict[str, Any]]
 
 
+_SEAL = "titogym."
 COMMENT = b": keep-alive\n\n"
 
 
@@ -88,3 +89,13 @@ def event(data: Any, name: str = "") -> bytes:
     """One server-sent event."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + orjson.dumps(data) + b"\n\n"
+
+
+def seal(answer: str) -> str:
+    """A sign of an answer's reasoning, for protocols that have clients send one back as it is."""
+    return _SEAL + answer
+
+
+def unseal(sign: str) -> str:
+    """The id of the answer that a sign was made for, "" where it is not ours."""
+    return sign.removeprefix(_SEAL) if sign.startswith(_SEAL) else ""

@@ -13,7 +13,7 @@ import orjson
 
 from titogym.gateway.errors import RequestError
 from titogym.gateway.protocols.arguments import same_value
-from titogym.gateway.protocols.base import Context, WireProtocol
+from titogym.gateway.protocols.base import Context, WireProtocol, unseal
 from titogym.gateway.protocols.errors import anthropic_error
 from titogym.gateway.protocols.fields import (
     PARALLEL,
@@ -29,7 +29,7 @@ from titogym.gateway.protocols.fields import (
     string,
     template_kwargs,
 )
-from titogym.gateway.protocols.messages_reply import MessagesReply, unseal
+from titogym.gateway.protocols.messages_reply import MessagesReply
 from titogym.gateway.sessions.spec import Sampling
 from titogym.gateway.sessions.tree import Receipt
 from titogym.gateway.sessions.turn import TurnRequest

@@ -7,24 +7,13 @@ import orjson
 
 from titogym.gateway.errors import RequestError
 from titogym.gateway.protocols.arguments import ObjectPrefix, wire_value
-from titogym.gateway.protocols.base import event
+from titogym.gateway.protocols.base import event, seal
 from titogym.gateway.protocols.errors import anthropic_error
 from titogym.gateway.sessions.tree import Receipt
 from titogym.gateway.sessions.turn import Committed, Delta
 from titogym.gateway.tokens.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
 
-_SEAL = "titogym."
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-
-
-def seal(answer: str) -> str:
-    """The signature of an answer's reasoning: clients send it back as it is."""
-    return _SEAL + answer
-
-
-def unseal(signature: str) -> str:
-    """The id of the answer that a signature was made for, "" where it is not ours."""
-    return signature.removeprefix(_SEAL) if signature.startswith(_SEAL) else ""
 
 
 @dataclass(slots=True)

@@ -194,7 +194,8 @@ class Tree:
         if node.supersedes is not None:
             self.superseded.add(node.supersedes)
         self.nodes.append(node)
-        self.answers[node.receipt.id] = node
+        if node.receipt.id:
+            self.answers[node.receipt.id] = node
         self.calls.update((call.id, call) for call in node.answer.tool_calls)
         self._ends.setdefault(node.end_hash, []).append(node)
         self._requests.setdefault(node.request_hash, []).append(node)
