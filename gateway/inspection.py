@@ -55,6 +55,8 @@ def report(session: Session, assets: ModelAssets) -> dict[str, Any]:
         "diagnostics": {
             "ignored": session.diagnostics.ignored,
             "aborted": session.diagnostics.aborted,
+            "joined": session.diagnostics.joined,
+            "replayed": session.diagnostics.replayed,
             "rewritten": _rewrites(nodes),
             "mismatch_causes": Counter(mismatch.cause for mismatch in mismatches),
             "mismatches": [asdict(mismatch) for mismatch in mismatches[:_MOST_MISMATCHES]],
