@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError
@@ -79,15 +80,18 @@ class Renderer:
 
     def opener(self, prefix: Prefix, *, after: Role = "user") -> str:
         """What the template writes to open an assistant message behind one of role `after`."""
+        return _opener(self, json.dumps(prefix.kwargs), after)
+
+    def _opener(self, kwargs: dict[str, Any], after: Role) -> str:
         asked = [Message("user", "x")]
         if after == "tool":
             asked += [
                 Message("assistant", "x", tool_calls=(_CALL,)),
                 Message("tool", "x", tool_call_id=_CALL.id),
             ]
-        kwargs = Prefix(kwargs=prefix.kwargs)
-        closed = self.render(asked, kwargs, add_generation_prompt=False)
-        return self.render(asked, kwargs, add_generation_prompt=True).removeprefix(closed)
+        prefix = Prefix(kwargs=kwargs)
+        closed = self.render(asked, prefix, add_generation_prompt=False)
+        return self.render(asked, prefix, add_generation_prompt=True).removeprefix(closed)
 
     def _plain_all(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """The messages as templates in Hugging Face format read them; what is absent has no key.
@@ -140,6 +144,11 @@ class Renderer:
             if (self.published and value is not None) or isinstance(value, dict):
                 return self._guard.value(value)
         return self._guard.text(arguments) or "{}"
+
+
+@lru_cache(maxsize=256)
+def _opener(renderer: Renderer, kwargs: str, after: Role) -> str:
+    return renderer._opener(json.loads(kwargs), after)
 
 
 _CALL = ToolCall("x", "x", "{}")

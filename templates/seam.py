@@ -6,8 +6,10 @@ that the template would not write. `seam` keeps the first and drops the second; 
 again, so the cost of a turn follows its new tokens.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from titogym.templates.conversation import Message, Prefix
 from titogym.templates.render import NotAppendOnlyError, Renderer
@@ -77,13 +79,17 @@ def suffix(
     before = [_DUMMY_QUESTION, tail]
     # The definitions of tools stand ahead of all messages; only whether there are any can matter here.
     light = Prefix(tools=(_DUMMY_TOOL,) if prefix.tools else (), kwargs=prefix.kwargs)
-    head = encode_segments(tokenizer, renderer.render_segments(before, light, add_generation_prompt=False))
+    key = renderer, tokenizer, bool(prefix.tools), json.dumps(prefix.kwargs)
+    head = _dummy_head(*key) if tail is _DUMMY_ANSWER else _head(renderer, tokenizer, before, light)
     whole = encode_segments(
         tokenizer,
         renderer.render_segments(
             [*before, *new_messages], light, add_generation_prompt=add_generation_prompt
         ),
     )
+    if whole[: len(head)] != head and tail is _DUMMY_ANSWER:
+        _dummy_head.cache_clear()  # a template may write the date
+        head = _dummy_head(*key)
     if whole[: len(head)] != head:
         roles = ", ".join(message.role for message in new_messages)
         raise NotAppendOnlyError(
@@ -92,6 +98,18 @@ def suffix(
             whole[: len(head)],
         )
     return whole[len(head) :]
+
+
+@lru_cache(maxsize=256)
+def _dummy_head(renderer: Renderer, tokenizer: Tokenizer, tools: bool, kwargs: str) -> list[int]:
+    """The dummy conversation's ids, which are the same in every turn."""
+    light = Prefix(tools=(_DUMMY_TOOL,) if tools else (), kwargs=json.loads(kwargs))
+    return _head(renderer, tokenizer, [_DUMMY_QUESTION, _DUMMY_ANSWER], light)
+
+
+def _head(renderer: Renderer, tokenizer: Tokenizer, before: Sequence[Message], prefix: Prefix) -> list[int]:
+    pieces = renderer.render_segments(before, prefix, add_generation_prompt=False)
+    return encode_segments(tokenizer, pieces)
 
 
 _DUMMY_QUESTION = Message("user", "x")

@@ -55,7 +55,9 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text` at the start of a sequence. Adds no BOS or EOS; special-token text becomes its id."""
-        return self._backend.encode(text, add_special_tokens=False).ids
+        # The batch call leaves out the offsets of tokens, a quarter of the work.
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
 
     def encode_inside(self, text: str) -> list[int]:
         """Ids of `text` where other tokens stand before it: no prefix space or other start-of-text marks."""

@@ -12,7 +12,6 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
-import httpx
 import orjson
 
 from titogym.gateway.engines.base import (
@@ -23,7 +22,9 @@ from titogym.gateway.engines.base import (
     Finish,
     SamplingParams,
     VersionSpan,
+    ids_json,
 )
+from titogym.gateway.engines.http import HttpClient, HttpError
 from titogym.gateway.engines.wire import engine_info, error_message
 
 
@@ -32,14 +33,8 @@ class SGLangEngine:
 
     def __init__(self, url: str, *, timeout: float = 900.0) -> None:
         self.url = url.rstrip("/")
-        self._client = httpx.AsyncClient(
-            base_url=self.url,
-            timeout=httpx.Timeout(timeout, connect=10.0),
-            # Every episode in flight holds a connection: a cap would make them wait unseen.
-            # Idle connections go well before the server closes them (SGLang: after 5 s), or a request
-            # could be sent into one that is just being closed.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
-        )
+        # Idle connections go well before the server closes them (SGLang: after 5 s).
+        self._client = HttpClient(self.url, timeout=timeout, keep_alive=2.0)
         self._server_info: dict[str, Any] | None = None
 
     async def generate(
@@ -53,7 +48,7 @@ class SGLangEngine:
         """
         body = orjson.dumps(
             {
-                "input_ids": list(input_ids),
+                "input_ids": orjson.Fragment(b"[" + ids_json(input_ids) + b"]"),
                 "sampling_params": _sampling_params(params),
                 "return_logprob": True,
                 "stream": stream,
@@ -62,22 +57,21 @@ class SGLangEngine:
         )
         finished = False
         try:
-            async with self._client.stream(
-                "POST", "/generate", content=body, headers={"content-type": "application/json"}
-            ) as response:
-                if response.status_code != 200:
-                    raise _refusal(error_message(await response.aread()), response.status_code)
+            async with self._client.stream("POST", "/generate", body) as (status, pieces):
+                if status != 200:
+                    raise _refusal(error_message(await _all(pieces)), status)
                 seen = 0
-                async for event in _events(response) if stream else _whole(response):
+                async for event in _events(pieces) if stream else _whole(pieces):
                     chunk = _chunk(event, seen)
                     seen += len(chunk.output_ids)
                     finished = chunk.finish is not None
                     yield chunk
                     if finished:
+                        await _drain(pieces)
                         return
                 raise EngineError("the engine closed the stream before the generation was complete")
-        except (httpx.HTTPError, orjson.JSONDecodeError) as error:
-            raise EngineError(f"{self.url}: {str(error) or type(error).__name__}") from error
+        except (HttpError, orjson.JSONDecodeError) as error:
+            raise EngineError(f"{self.url}: {error}") from error
         except EngineError:
             finished = True  # on the engine's side
             raise
@@ -110,18 +104,19 @@ class SGLangEngine:
         return True
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._client.close()
 
     async def _request(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = 60.0
     ) -> Any:
         try:
-            response = await self._client.request(method, path, json=body, timeout=timeout)
-        except httpx.HTTPError as error:
-            raise EngineError(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
-        if response.status_code != 200:
-            raise EngineError(f"{path}: {error_message(response.content)}", response.status_code)
-        return orjson.loads(response.content) if response.content else None
+            sent = b"" if body is None else orjson.dumps(body)
+            status, content = await self._client.request(method, path, sent, timeout=timeout)
+        except HttpError as error:
+            raise EngineError(f"{self.url}{path}: {error}") from error
+        if status != 200:
+            raise EngineError(f"{path}: {error_message(content)}", status)
+        return orjson.loads(content) if content else None
 
 
 def _sampling_params(params: SamplingParams) -> dict[str, Any]:
@@ -149,10 +144,10 @@ def _sampling_params(params: SamplingParams) -> dict[str, Any]:
     return wire
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
     """The JSON objects of a server-sent event stream, up to `[DONE]`."""
     buffer = bytearray()
-    async for piece in response.aiter_bytes():
+    async for piece in pieces:
         searched = max(len(buffer) - 1, 0)
         buffer += piece
         while (end := buffer.find(b"\n\n", searched)) >= 0:
@@ -164,8 +159,20 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
             yield orjson.loads(data)
 
 
-async def _whole(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    yield orjson.loads(await response.aread())
+async def _whole(pieces: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
+    yield orjson.loads(await _all(pieces))
+
+
+async def _all(pieces: AsyncIterator[bytes]) -> bytes:
+    return b"".join([piece async for piece in pieces])
+
+
+async def _drain(pieces: AsyncIterator[bytes]) -> None:
+    """Read what stands behind the last tokens, so that the connection can be used again."""
+    with contextlib.suppress(HttpError, TimeoutError):
+        async with asyncio.timeout(1.0):
+            async for _ in pieces:
+                pass
 
 
 def _chunk(event: dict[str, Any], seen: int) -> Chunk:

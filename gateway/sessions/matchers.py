@@ -33,11 +33,7 @@ class Matcher:
 
 def pack(fields: Iterable[str]) -> bytes:
     """Fields with their lengths ahead, so that no two lists of fields share their bytes."""
-    parts: list[bytes] = []
-    for text in fields:
-        raw = text.encode("utf-8", "surrogatepass")
-        parts += (len(raw).to_bytes(4, "big"), raw)
-    return b"".join(parts)
+    return "".join([f"{len(text)}:{text}" for text in fields]).encode("utf-8", "surrogatepass")
 
 
 def _key(message: Message, arguments: Callable[[str], str]) -> bytes:

@@ -18,6 +18,7 @@ from titogym.gateway.engines.base import (
     EngineError,
     Finish,
     NoEngineError,
+    Prompt,
     SamplingParams,
 )
 from titogym.gateway.errors import RequestError, context_exceeded
@@ -34,7 +35,6 @@ from titogym.gateway.sessions.tree import (
     Timings,
     logprob_array,
     path,
-    row,
     token_array,
 )
 from titogym.gateway.sessions.turn import Committed, Delta, Item, Items, Planned, TurnRequest
@@ -64,7 +64,7 @@ class _Plan:
     placement: Placement
     messages: tuple[Message, ...]  # what the turn adds
     extension: Extension
-    row: list[int]
+    prompt: Prompt
     params: SamplingParams
 
 
@@ -137,21 +137,18 @@ class TurnService:
             extension = await asyncio.to_thread(extend, self._assets, parent, request.prefix, messages)
         else:
             extension = extend(self._assets, parent, request.prefix, messages)
-        tokens = row(parent)
-        if extension.trim:
-            del tokens[-extension.trim :]
-        tokens.extend(extension.prompt_ids)
-        room = context_length - len(tokens)
+        prompt = session.texts.prompt(parent, extension.trim, extension.prompt_ids)
+        room = context_length - len(prompt)
         if room < 1:
             raise context_exceeded(
                 f"This model's maximum context length is {context_length} tokens. However, your messages "
-                f"resulted in {len(tokens)} tokens. Please reduce the length of the messages.",
-                overflow=(len(tokens), context_length - 1),
+                f"resulted in {len(prompt)} tokens. Please reduce the length of the messages.",
+                overflow=(len(prompt), context_length - 1),
             )
         params = self._params(
             session.spec.sampling, request.sampling, room if budget is None else min(room, budget)
         )
-        return _Plan(lookup, placement, messages, extension, tokens.tolist(), params)
+        return _Plan(lookup, placement, messages, extension, prompt, params)
 
     def _params(self, forced: Sampling, asked: Sampling, most: int) -> SamplingParams:
         options = {**asked.model_dump(exclude_none=True), **forced.model_dump(exclude_none=True)}
@@ -164,7 +161,7 @@ class TurnService:
     async def _sample(
         self, session: Session, request: TurnRequest, plan: _Plan, started: float
     ) -> AsyncGenerator[Item]:
-        yield Planned(len(plan.row))
+        yield Planned(len(plan.prompt))
         try:
             engine = await self._router.choose(session.id)
         except EngineError as error:
@@ -185,7 +182,7 @@ class TurnService:
         rid = uuid.uuid4().hex
         try:
             async with aclosing(
-                engine.generate(plan.row, plan.params, rid=rid, stream=request.stream)
+                engine.generate(plan.prompt, plan.params, rid=rid, stream=request.stream)
             ) as chunks:
                 async for chunk in chunks:
                     if len(chunk.logprobs) != len(chunk.output_ids):
@@ -243,6 +240,7 @@ class TurnService:
         self._store.commit(session, node, replays)
         session.tree.append(node)
         session.attempts.done(node)
+        session.texts.keep(node, plan.prompt)
         for earlier, replayed in replays:
             earlier.replayed = replayed
         return node

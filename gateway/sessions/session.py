@@ -9,6 +9,7 @@ from titogym.gateway.errors import RequestError
 from titogym.gateway.sessions.flights import Attempts
 from titogym.gateway.sessions.matchers import matcher
 from titogym.gateway.sessions.policies import Policy, policy
+from titogym.gateway.sessions.prompts import RowTexts
 from titogym.gateway.sessions.spec import SessionSpec
 from titogym.gateway.sessions.tree import Tree
 
@@ -42,6 +43,7 @@ class Session:
     tree: Tree
     policy: Policy
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
+    texts: RowTexts = field(default_factory=RowTexts)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     tasks: "set[asyncio.Task[Any]]" = field(default_factory=set)  # turns in flight
     attempts: Attempts = field(default_factory=Attempts)

@@ -1,5 +1,7 @@
 """`titogym serve`: the gateway in this process."""
 
+import gc
+import os
 import socket
 from pathlib import Path
 from typing import Annotated
@@ -38,6 +40,8 @@ def command(
     ttl: Annotated[float, typer.Option(help="Seconds after which an unused session is deleted.")] = 86400.0,
 ) -> None:
     """Serve an OpenAI-compatible API that keeps the exact tokens of every session."""
+    # Texts are tokenised one by one: handing each to a pool of threads only costs time. Set ahead of import.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import uvicorn
 
     from titogym.gateway.app import create_app
@@ -61,8 +65,11 @@ def command(
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise UserError(f"{'.'.join(map(str, first['loc']))} {first['msg']}".strip()) from None
+    app = create_app(settings)
+    gc.collect()
+    gc.freeze()  # what is loaded by now stays: the collector need not look at it again
     config = uvicorn.Config(
-        create_app(settings),
+        app,
         log_level="warning",
         access_log=False,
         # Longer than any client keeps an idle connection, so that none sends into one that we just closed.
