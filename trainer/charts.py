@@ -53,7 +53,10 @@ def line_chart(
         _, y = at(x_low, tick)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         label = format(tick, y_format) if tick else "0"
-        parts.append(f'<text class="tick" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+        if math.isclose(float(label), tick):  # a rounded label would stand at the wrong height
+            parts.append(
+                f'<text class="tick" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
+            )
     for tick in sorted({round(x_low), round((x_low + x_high) / 2), round(x_high)}):
         x, _ = at(tick, y_low)
         parts.append(f'<text class="tick" x="{x:.1f}" y="{height - 8}" text-anchor="middle">{tick:g}</text>')

@@ -106,6 +106,11 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
     ]
 
 
+def _name(run: RunDirectory) -> str:
+    """The end of the run's path: a folder called `run` says little without the one that holds it."""
+    return "/".join(run.path.resolve().parts[-2:])
+
+
 def _score(value: float | None, sign: str = "") -> str:
     return "-" if value is None else f"{value:{sign}.3f}"
 
@@ -152,7 +157,7 @@ def write_plot(run: RunDirectory) -> Path:
     axes.set_ylim(-0.03, 1.08)
     axes.set_xlabel("step")
     axes.set_ylabel("mean reward")
-    axes.set_title(f"{run.path.name}: reward", loc="left")
+    axes.set_title(f"{_name(run)}: reward", loc="left")
     axes.grid(axis="y", color="#e5e5e5")
     axes.set_axisbelow(True)
     for side in ("top", "right"):
@@ -173,7 +178,7 @@ def write_html(run: RunDirectory) -> Path:
         Environment(loader=PackageLoader("titogym.trainer", "."), autoescape=True)
         .get_template("report.html.jinja")
         .render(
-            name=run.path.name,
+            name=_name(run),
             lead=_lead(summarise(run)),
             tiles=list(_tiles(summarise(run))),
             charts=[_chart(*spec, steps=steps, evaluations=evaluations) for spec in _CHARTS],
