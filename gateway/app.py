@@ -34,6 +34,7 @@ from titogym.gateway.sessions.store import SessionStore
 from titogym.gateway.sessions.turn import Committed
 from titogym.gateway.settings import GatewaySettings
 from titogym.gateway.trajectories import cut, unsuperseded
+from titogym.gateway.viewer.routes import Viewer
 from titogym.templates.model import ModelAssets, load_model_assets
 
 _SWEEP_SECONDS = 5.0
@@ -64,6 +65,7 @@ class Gateway:
             idle=settings.idle_seconds,
         )
         self._service = TurnService(assets, self._pool, self._store)
+        self._viewer = Viewer(self._store, assets)
         self._started = int(time.time())
 
     def routes(self) -> list[Route]:
@@ -77,6 +79,7 @@ class Gateway:
             Route("/sessions/{id}", self._admin(self.delete), methods=["DELETE"]),
             Route("/sessions/{id}/turns", self._admin(self.turns), methods=["GET"]),
             Route("/sessions/{id}/trajectories", self._admin(self.trajectories), methods=["GET"]),
+            *self._viewer.routes(self._admin),
             *(
                 Route(base + path, endpoint, methods=[method])
                 for base in ("/sessions/{id}/v1", "/v1")

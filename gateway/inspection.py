@@ -30,9 +30,20 @@ def listed(record: Record) -> dict[str, Any]:
 
 def report(session: Session, assets: ModelAssets) -> dict[str, Any]:
     """Everything about one session but its tokens. Renders the conversations again, to compare."""
+    mismatches = [mismatch for _, mismatch in leaf_mismatches(session, assets)]
+    told = overview(session)
+    told["tito_session_mismatch"] = Counter(mismatch.type for mismatch in mismatches)
+    told["diagnostics"] |= {
+        "mismatch_causes": Counter(mismatch.cause for mismatch in mismatches),
+        "mismatches": [asdict(mismatch) for mismatch in mismatches[:_MOST_MISMATCHES]],
+    }
+    return told
+
+
+def overview(session: Session) -> dict[str, Any]:
+    """What is known of a session without rendering anything."""
     tree = session.tree
     nodes = list(tree.nodes)
-    mismatches = session_mismatch(session, assets)
     return {
         "id": session.id,
         "created": session.created,
@@ -44,7 +55,6 @@ def report(session: Session, assets: ModelAssets) -> dict[str, Any]:
         "errors": session.diagnostics.errors,
         "last_error": session.diagnostics.last_error,
         "exhausted": session.diagnostics.exhausted,
-        "tito_session_mismatch": Counter(mismatch.type for mismatch in mismatches),
         "counters": {
             "superseded": sum(not tree.counts(node) for node in nodes),
             "roots": sum(node.parent is None for node in nodes),
@@ -58,8 +68,6 @@ def report(session: Session, assets: ModelAssets) -> dict[str, Any]:
             "joined": session.diagnostics.joined,
             "replayed": session.diagnostics.replayed,
             "rewritten": _rewrites(nodes),
-            "mismatch_causes": Counter(mismatch.cause for mismatch in mismatches),
-            "mismatches": [asdict(mismatch) for mismatch in mismatches[:_MOST_MISMATCHES]],
         },
     }
 
@@ -85,7 +93,7 @@ def turns(session: Session) -> list[dict[str, Any]]:
     ]
 
 
-def session_mismatch(session: Session, assets: ModelAssets) -> list[Mismatch]:
+def leaf_mismatches(session: Session, assets: ModelAssets) -> list[tuple[Node, Mismatch]]:
     """The differences of every leaf that counts; one that several leaves share is told once."""
     seen: set[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = set()
     found = []
@@ -96,7 +104,7 @@ def session_mismatch(session: Session, assets: ModelAssets) -> list[Mismatch]:
             key = (mismatch.message, mismatch.at, tuple(mismatch.row_ids), tuple(mismatch.rendered_ids))
             if key not in seen:
                 seen.add(key)
-                found.append(mismatch)
+                found.append((leaf, mismatch))
     return found
 
 

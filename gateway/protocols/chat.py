@@ -189,7 +189,8 @@ def _message(item: Any, where: str) -> Message:
             tool_calls=_tool_calls(item.get("tool_calls"), f"{where}.tool_calls"),
         )
     if role == "tool":
-        call = string(item.get("tool_call_id"), f"{where}.tool_call_id")
+        # Some clients name the call by the message's own id.
+        call = string(item.get("tool_call_id") or item.get("id"), f"{where}.tool_call_id")
         if not call:
             param = f"{where}.tool_call_id"
             raise RequestError(f"{param} must name the call that it answers.", param=param)

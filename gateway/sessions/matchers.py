@@ -24,11 +24,16 @@ def _always(stored: Message, replayed: Message) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Matcher:
-    """`accepts(stored, replayed)` is only asked of messages with equal keys."""
+    """`accepts(stored, replayed)` is only asked of messages with equal keys.
+
+    With `skips_empty` a replayed assistant message that says nothing need not have been sampled: some
+    harnesses keep one of an answer that failed.
+    """
 
     name: str
     key: Callable[[Message], bytes]
     accepts: Callable[[Message, Message], bool] = _always
+    skips_empty: bool = False
 
 
 def pack(fields: Iterable[str]) -> bytes:
@@ -101,6 +106,13 @@ def known_by_ids(message: Message) -> bool:
     return bool(message.tool_calls) and all(ISSUED_ID.fullmatch(call.id) for call in message.tool_calls)
 
 
+def says_nothing(message: Message) -> bool:
+    """Whether it is an assistant message without content, reasoning and calls."""
+    return message.role == "assistant" and not (
+        message.content.strip() or message.reasoning.strip() or message.tool_calls
+    )
+
+
 def _role_content_key(message: Message) -> bytes:
     return pack((message.role, message.content))
 
@@ -111,7 +123,7 @@ MATCHERS = {
         Matcher("strict", _strict_key),
         Matcher("loose_tool_call", _loose_key),
         Matcher("omit_reasoning", _without_reasoning_key, _lacks_or_equals_reasoning),
-        Matcher("call_id", _call_id_key, _call_id_accepts),
+        Matcher("call_id", _call_id_key, _call_id_accepts, skips_empty=True),
         # Dangerous: turns that called different tools with the same text become one.
         Matcher("role_content_only", _role_content_key),
     )

@@ -118,7 +118,7 @@ class TurnService:
         """
         lookup = session.tree.find(request.prefix, request.messages)
         parent = lookup.nodes[-1] if lookup.nodes else None
-        messages = request.messages[parent.depth if parent else 0 :]
+        messages = lookup.messages[parent.depth if parent else 0 :]
         extension = await asyncio.to_thread(extend, self._assets, parent, request.prefix, messages)
         return (parent.length if parent else 0) - extension.trim + len(extension.prompt_ids)
 
@@ -131,7 +131,7 @@ class TurnService:
         lookup = session.tree.find(request.prefix, request.messages)
         placement = session.policy(session.tree, lookup)
         parent = placement.parent
-        messages = request.messages[parent.depth if parent else 0 :]
+        messages = lookup.messages[parent.depth if parent else 0 :]
         budget = _budget(session, placement.supersedes)
         if sum(len(message.content) for message in messages) > _LONG_TEXT:
             extension = await asyncio.to_thread(extend, self._assets, parent, request.prefix, messages)

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from titogym.gateway.engines.base import VersionSpan
-from titogym.gateway.sessions.matchers import Matcher
+from titogym.gateway.sessions.matchers import Matcher, says_nothing
 from titogym.templates.conversation import Message, Prefix, ToolCall
 
 
@@ -100,7 +100,7 @@ class Lookup:
 
     `nodes` are the deepest nodes whose conversation the request repeats, in order of commit (several
     where the model gave one answer twice); all lie `depth` messages deep. `hashes[i]` stands for the
-    request's prefix and its first `i` messages.
+    request's prefix and its first `i` messages. `messages` are those of the request that count.
     """
 
     prefix: Prefix
@@ -111,6 +111,11 @@ class Lookup:
     @property
     def depth(self) -> int:
         return self.nodes[0].depth if self.nodes else 0
+
+    @property
+    def turn(self) -> int:
+        """Generations that the request repeats."""
+        return self.nodes[0].turn if self.nodes else 0
 
 
 @dataclass(slots=True)
@@ -129,7 +134,20 @@ class Tree:
     _requests: dict[bytes, list[Node]] = field(default_factory=dict)
 
     def find(self, prefix: Prefix, messages: Sequence[Message]) -> Lookup:
-        """The deepest nodes that the request repeats: O(messages), whatever the size of the forest."""
+        """The deepest nodes that the request repeats: O(messages), whatever the size of the forest.
+
+        Where leaving out its empty messages lets it repeat more (and the matcher allows it), the result
+        is that of the request without them.
+        """
+        found = self._find(prefix, messages)
+        if self.matcher.skips_empty:
+            kept = [message for message in messages if not says_nothing(message)]
+            if len(kept) < len(messages):
+                other = self._find(prefix, kept)
+                return other if other.turn > found.turn else found
+        return found
+
+    def _find(self, prefix: Prefix, messages: Sequence[Message]) -> Lookup:
         hashes = chain(_prefix_hash(prefix), messages, self.matcher.key)
         held: set[int] = set()
         deepest: list[Node] = []

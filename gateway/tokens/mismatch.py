@@ -9,11 +9,11 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from titogym.gateway.sessions.tree import Node, path, row
-from titogym.templates.conversation import Message
+from titogym.templates.conversation import Message, Prefix
 from titogym.templates.model import ModelAssets
 from titogym.templates.render import RenderError
 from titogym.templates.seam import seam
@@ -87,7 +87,7 @@ class _Comparison:
         self._answers = {node.depth - 1: node for node in nodes}
         self._control = assets.control_ids
         self._characters: list[int] | None = None  # where each rendered token ends in the text
-        self._ends: dict[int, int] = {}  # messages -> characters of their rendering
+        self._ends: list[int] | None = None  # where each message ends in the text
 
     def mismatches(self) -> list[Mismatch]:
         return [found for region in self._regions() if (found := self._mismatch(*region)) is not None]
@@ -154,20 +154,42 @@ class _Comparison:
     def _message_at(self, token: int) -> int:
         """Index of the message that writes the rendering's token `token`."""
         if self._characters is None:
-            lengths = (len(self._assets.tokenizer.decode([t])) for t in self._rendered)
+            decoder = self._assets.tokenizer.stream()
+            lengths = (len(decoder.push([t])) for t in self._rendered)
             self._characters = list(accumulate(lengths))
         character = self._characters[min(token, len(self._characters)) - 1] if token else 0
+        if self._ends is None:
+            self._ends = self._turn_by_turn()
         last = len(self._conversation) - 1
+        if self._ends:
+            return min(bisect_right(self._ends, character), last)
         return min(bisect_right(range(1, last + 1), character, key=self._end), last)
 
+    def _turn_by_turn(self) -> list[int]:
+        """Where each message ends, every turn rendered behind a short conversation and not behind all.
+
+        Empty where that does not add up to the whole rendering.
+        """
+        light = Prefix(kwargs=self._prefix.kwargs)  # tools stand ahead of all messages
+        answers = sorted(self._answers)
+        ends = [self._end(n + 1) for n in range(answers[0] + 1)]
+        for before, answer in pairwise(answers):
+            lead = [_QUESTION, self._conversation[before]]
+            start = self._length(lead, light)
+            for count in range(before + 1, answer + 1):
+                behind = self._length([*lead, *self._conversation[before + 1 : count + 1]], light)
+                ends.append(ends[before] + behind - start)
+        return ends if ends[-1] == self._end(len(self._conversation)) else []
+
     def _end(self, count: int) -> int:
-        """Characters of the first `count` messages' rendering."""
-        if count not in self._ends:
-            text = self._assets.renderer.render(
-                self._conversation[:count], self._prefix, add_generation_prompt=False
-            )
-            self._ends[count] = len(text)
-        return self._ends[count]
+        return self._length(self._conversation[:count], self._prefix)
+
+    def _length(self, messages: Sequence[Message], prefix: Prefix) -> int:
+        """Characters of a rendering."""
+        return len(self._assets.renderer.render(messages, prefix, add_generation_prompt=False))
+
+
+_QUESTION = Message("user", "x")
 
 
 def rewritten(stored: Message, replayed: Message) -> list[str]:

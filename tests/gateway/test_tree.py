@@ -220,3 +220,15 @@ def test_lookup_finds_what_a_scan_of_the_forest_finds(data, name):
     found = forest.find(PREFIX, messages)
     assert {node.id for node in found.nodes} == naive(forest, MATCHERS[name], messages)
     assert len(found.hashes) == len(messages) + 1
+
+
+def test_an_empty_answer_that_was_never_sampled_is_passed_over_by_call_ids():
+    empty = answer("")
+    for name, depth in (("strict", 0), ("call_id", 2)):
+        forest = tree(name)
+        turn(forest, [U1], A1)
+        found = forest.find(PREFIX, [U1, empty, A1, U2])
+        assert (found.depth, len(found.messages)) == (depth, 3 if depth else 4)
+    turn(forest, [U1, A1, U2], empty)  # the model itself may say nothing
+    found = forest.find(PREFIX, [U1, A1, U2, empty, U3])
+    assert (found.depth, len(found.messages)) == (4, 5)
