@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 
@@ -16,9 +17,11 @@ from titogym.quickstart.model import Recipe, prepare_tokenizer
 from titogym.templates.conversation import Prefix
 from titogym.templates.model import load_model_assets
 from titogym.templates.verify import verify
+from titogym.trainer.config import load_config
 
 __all__ = ["backend", "sandboxes"]
 
+CONFIG = Path(corpus.__file__).with_name("config.toml")
 SMALL = Recipe(demonstrations=400)
 
 
@@ -125,3 +128,11 @@ async def test_demonstrated_outputs_are_those_of_the_real_tool_and_mistakes_fail
 
 def test_every_kind_of_note_has_mistakes():
     assert set(FOLLOWED) < set(KINDS)
+
+
+def test_the_configuration_evaluates_as_training_samples_and_on_unseen_tasks():
+    config = load_config(CONFIG)
+    assert config.eval is not None
+    assert (config.environment.source, config.environment.split) == ("shell", "train")
+    assert (config.eval.split, config.eval.temperature) == ("test", config.rollout.temperature)
+    assert config.eval.count % len(KINDS) == 0  # every kind weighs the same
