@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import time
+from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -47,7 +48,14 @@ class Json(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return orjson.dumps(content)
+        return orjson.dumps(content, default=_base64)
+
+
+def _base64(data: Any) -> str:
+    """How bytes stand in JSON."""
+    if isinstance(data, bytes):
+        return b64encode(data).decode()
+    raise TypeError
 
 
 class Gateway:
@@ -145,6 +153,11 @@ class Gateway:
             raise RequestError(
                 f"This gateway serves family {self._assets.family.name}, not {spec.family}.", param="family"
             )
+        if spec.routes and self._service.route_shape is None:
+            raise RequestError(
+                f"routes: {self._model} has no experts whose routes could be kept; leave it out.",
+                param="routes",
+            )
         session = self._store.create(spec)
         root = (self._settings.public_url or str(request.base_url)).rstrip("/")
         answer = {"id": session.id, "base_url": f"{root}/sessions/{session.id}/v1", "api_key": session.id}
@@ -165,7 +178,8 @@ class Gateway:
         path = request.query_params.get("picker")
         try:
             picker = load(path, "picker") if path else unsuperseded
-            found = cut(session.id, session.tree, picker)
+            shape = self._service.route_shape if session.spec.routes else None
+            found = cut(session.id, session.tree, picker, shape)
         except UserError as error:
             raise RequestError(str(error), param="picker") from error
         answer: dict[str, Any] = {"trajectories": found}

@@ -1,11 +1,13 @@
 """Talking to a gateway from a driver."""
 
+from base64 import b64decode
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
 
+from titogym.gateway.routes import Routes
 from titogym.gateway.trajectories import Trajectory
 
 
@@ -113,4 +115,7 @@ class GatewayClient:
 
 def _trajectory(plain: dict[str, Any]) -> Trajectory:
     plain["version_spans"] = [tuple(span) for span in plain["version_spans"]]
+    routes = plain["routes"]
+    if routes is not None:
+        plain["routes"] = Routes(**{**routes, "data": b64decode(routes["data"])})
     return Trajectory(**plain)

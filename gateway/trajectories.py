@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titogym.errors import UserError
+from titogym.gateway.routes import Routes, RouteShape, first_missing
 from titogym.gateway.sessions.tree import Node, Tree, path, row
 
 
@@ -14,6 +15,8 @@ class Trajectory:
 
     `loss_mask[i]` is 1 where token `i` was sampled by the model and carries loss in this trajectory;
     `logprobs[i]` is the engine's log-prob of token `i` given those before it, 0.0 where the mask is 0.
+    `routes` has shape `[n - 1, layers, top_k]`, in sessions that keep them: those of token `i` go with the
+    log-prob of token `i + 1`. Sampled tokens whose log-prob and routes are not of one pass carry no loss.
     `version_spans` are `(start, end, weight_version)` over token positions, covering sampled tokens only.
     """
 
@@ -26,7 +29,7 @@ class Trajectory:
     turns: int
     finish_reason: str
     reward: float | None = None
-    routes: bytes | None = None
+    routes: Routes | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
 
 
@@ -38,8 +41,10 @@ def unsuperseded(tree: Tree) -> list[Node]:
     return [leaf for leaf in tree.leaves() if tree.counts(leaf)]
 
 
-def cut(session_id: str, tree: Tree, picker: Picker = unsuperseded) -> list[Trajectory]:
-    """One trajectory per picked leaf, in order of commit.
+def cut(
+    session_id: str, tree: Tree, picker: Picker = unsuperseded, shape: RouteShape | None = None
+) -> list[Trajectory]:
+    """One trajectory per picked leaf, in order of commit; with expert routes where a `shape` is given.
 
     A completion that several of them share carries loss in the first only. Raises `UserError` when the
     picker gives something that is no leaf of the tree.
@@ -48,10 +53,10 @@ def cut(session_id: str, tree: Tree, picker: Picker = unsuperseded) -> list[Traj
     if any(leaf.children or tree.nodes[leaf.id] is not leaf for leaf in leaves):
         raise UserError("The trajectory picker must return leaves of the tree that it was given.")
     trained: set[int] = set()
-    return [_cut(session_id, leaf, trained) for leaf in leaves]
+    return [_cut(session_id, leaf, trained, shape) for leaf in leaves]
 
 
-def _cut(session_id: str, leaf: Node, trained: set[int]) -> Trajectory:
+def _cut(session_id: str, leaf: Node, trained: set[int], shape: RouteShape | None) -> Trajectory:
     mask: list[int] = []
     logprobs: list[float] = []
     spans: list[tuple[int, int, str]] = []
@@ -65,10 +70,11 @@ def _cut(session_id: str, leaf: Node, trained: set[int]) -> Trajectory:
             ]
         fresh = node.id not in trained
         environment, sampled = len(generation.prompt_ids), len(generation.output_ids)
-        mask += [0] * environment + [1 if fresh else 0] * sampled
-        logprobs += [0.0] * environment
-        start = len(logprobs)
-        logprobs += generation.logprobs if fresh else [0.0] * sampled
+        start = len(mask) + environment
+        masked = environment + (generation.unpaired if fresh else sampled)
+        mask += [0] * masked + [1] * (environment + sampled - masked)
+        logprobs += [0.0] * masked
+        logprobs += generation.logprobs[generation.unpaired :] if fresh else []
         spans += [
             (start + span.start, start + span.end, span.version)
             for span in generation.spans
@@ -84,11 +90,24 @@ def _cut(session_id: str, leaf: Node, trained: set[int]) -> Trajectory:
         version_spans=_joined(spans),
         turns=leaf.turn,
         finish_reason=leaf.generation.finish,
+        routes=None if shape is None else shape.routes(_routes(steps, shape)),
         provenance={
             "nodes": [node.id for node in steps],
             "engines": sorted({n.generation.engine for n in steps}),
         },
     )
+
+
+def _routes(steps: Sequence[Node], shape: RouteShape) -> bytes:
+    data = bytearray()
+    for node in steps:
+        generation = node.generation
+        above = node.parent.length if node.parent else 0
+        del data[first_missing(above, generation.trim) * shape.row :]
+        data += generation.routes or b""
+        if len(data) != (node.length - 1) * shape.row:
+            raise ValueError(f"turn {node.id} lacks expert routes")
+    return bytes(data)
 
 
 def _joined(spans: list[tuple[int, int, str]]) -> list[tuple[int, int, str]]:

@@ -76,6 +76,7 @@ class Chunk:
 
     output_ids: list[int]
     logprobs: list[float]  # one per output id, at the sampling temperature, before top-p, top-k and min-p
+    version: str = ""  # of the weights that sampled the last of them
     finish: "Finish | None" = None
 
 
@@ -88,6 +89,10 @@ class Finish:
     cached_tokens: int
     version_spans: tuple[VersionSpan, ...]
     matched_stop: str | int | None = None  # stop string or stop token id that ended it
+    # 32-bit little-endian integers, [prompt + output - 1 - routes_from, layers, top_k]
+    routes: bytes | None = None
+    # So many output tokens have log-probs from another pass through the model than their routes
+    unpaired: int = 0
     meta: dict[str, Any] = field(default_factory=dict)  # retractions, engine latency (s), dp_rank
 
 
@@ -128,10 +133,19 @@ class Engine(Protocol):
     def url(self) -> str: ...
 
     def generate(
-        self, input_ids: Sequence[int], params: SamplingParams, *, rid: str, stream: bool
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        rid: str,
+        stream: bool,
+        routes_from: int | None = None,
+        affinity: str = "",
     ) -> AsyncGenerator[Chunk, None]:
         """Sample a continuation of `input_ids`. Without `stream` one chunk carries everything.
 
+        `routes_from` asks for the expert routes of every token from that position on. Requests with the
+        same `affinity` share a prefix: behind one URL they should reach the same replica.
         Closing the iterator early (client gone, cancellation) aborts the request on the engine.
         """
         ...

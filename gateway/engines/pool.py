@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import math
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from titogym.gateway.engines.base import (
@@ -13,10 +15,21 @@ from titogym.gateway.engines.base import (
     EngineInfo,
     NoEngineError,
     SamplingParams,
+    VersionSpan,
 )
 
 _HEADROOM = 1.25  # an engine may carry this many times the mean load before sessions are sent elsewhere
+_MOST_ATTEMPTS = 16  # of one request: an engine that ends it for new weights is asked again
 _SMALL_LOAD = 4  # requests in flight that never make an engine count as overloaded
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """`state` is "up", "down" or "draining"; `in_flight` counts this gateway's requests."""
+
+    url: str
+    state: str
+    in_flight: int
 
 
 class EnginePool:
@@ -34,6 +47,7 @@ class EnginePool:
         self._limit = limit
         self._interval = interval
         self._down: set[Engine] = set()
+        self._draining: set[Engine] = set()
         self._load = dict.fromkeys(self.engines, 0)  # requests in flight
         self._lengths: dict[Engine, int] = {}  # context length, of those that were asked
         self._checks: asyncio.Task[None] | None = None
@@ -41,11 +55,25 @@ class EnginePool:
     async def choose(self, session_id: str) -> Engine:
         """The engine for a session's next request. Raises `NoEngineError` when none answers.
 
-        What it returns is good for one `generate`. If the engine fails before its first token, the request
-        goes on to the next one in the session's order; `url` then names the one that really served.
+        What it returns is good for one `generate`. If the engine fails, the request goes on to the next one
+        in the session's order; `url` then names the one that really served.
         """
         await self._look()
-        return _Route(self._preferred(session_id), self._load, self._down)
+        return _Route(self._preferred(session_id), self._load, self._down, affinity(session_id))
+
+    def statuses(self) -> list[EngineStatus]:
+        return [EngineStatus(engine.url, self._state(engine), self._load[engine]) for engine in self.engines]
+
+    def drain(self, url: str, draining: bool = True) -> EngineStatus | None:
+        """Give the engine no new requests, or give it some again; None when there is no such engine."""
+        for engine in self.engines:
+            if engine.url == url.rstrip("/"):
+                (self._draining.add if draining else self._draining.discard)(engine)
+                return EngineStatus(engine.url, self._state(engine), self._load[engine])
+        return None
+
+    def _state(self, engine: Engine) -> str:
+        return "down" if engine in self._down else "draining" if engine in self._draining else "up"
 
     async def context_length(self) -> int:
         """Tokens of prompt and output that every engine takes which answers. Raises `NoEngineError`."""
@@ -66,7 +94,7 @@ class EnginePool:
     async def ready(self) -> bool:
         """Whether an engine answers now."""
         await self._check()
-        return len(self._down) < len(self.engines)
+        return any(self._state(engine) == "up" for engine in self.engines)
 
     async def close(self) -> None:
         if self._checks is not None:
@@ -78,7 +106,7 @@ class EnginePool:
 
     def _preferred(self, session_id: str) -> list[Engine]:
         """Engines to try for a session, best first. Raises `NoEngineError` when all are down."""
-        up = [engine for engine in self.engines if engine not in self._down]
+        up = [engine for engine in self.engines if self._state(engine) == "up"]
         if not up:
             raise self._none_left()
         ranked = sorted(up, key=lambda engine: blake2b(f"{session_id}\0{engine.url}".encode()).digest())
@@ -88,7 +116,8 @@ class EnginePool:
 
     def _none_left(self) -> NoEngineError:
         urls = ", ".join(engine.url for engine in self.engines)
-        return NoEngineError(f"none of the engines answers: {urls}", retry_after=self._interval)
+        what = "is left" if self._draining else "answers"
+        return NoEngineError(f"none of the engines {what}: {urls}", retry_after=self._interval)
 
     async def _look(self) -> None:
         """Keep health checks going. When none is known to be up, look now rather than at the next one."""
@@ -114,45 +143,83 @@ class EnginePool:
         await asyncio.gather(*(check(engine) for engine in self.engines))
 
 
-class _Route:
-    """One request's way through the pool: an `Engine` that falls over to the next before the first token."""
+def affinity(session_id: str) -> str:
+    """What engines and their routers know a session by: its id is a key, and stays here."""
+    return blake2b(session_id.encode(), digest_size=12).hexdigest()
 
-    def __init__(self, engines: list[Engine], load: dict[Engine, int], down: set[Engine]) -> None:
+
+class _Route:
+    """One request's way through the pool.
+
+    An engine that fails before its first token gives way to the next. One that dies later, or ends the
+    request for new weights, does not lose it either: the next one, or the same, continues behind the tokens
+    that were sampled.
+    """
+
+    def __init__(
+        self, engines: list[Engine], load: dict[Engine, int], down: set[Engine], affinity: str
+    ) -> None:
         self._engines = engines
         self._load = load
         self._down = down
+        self._affinity = affinity
         self._serving = engines[0]
+        self._rid = ""
 
     @property
     def url(self) -> str:
         return self._serving.url
 
     async def generate(
-        self, input_ids: Sequence[int], params: SamplingParams, *, rid: str, stream: bool
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        rid: str,
+        stream: bool,
+        routes_from: int | None = None,
+        affinity: str = "",
     ) -> AsyncGenerator[Chunk]:
-        for engine in self._engines:
-            self._serving = engine
+        so_far = _SoFar()
+        queue = deque(self._engines)
+        for attempt in range(_MOST_ATTEMPTS):
+            engine = self._serving = queue[0]
+            self._rid = f"{rid}-{attempt}" if attempt else rid
             self._load[engine] += 1
-            started = False
             try:
-                chunks = engine.generate(input_ids, params, rid=rid, stream=stream)
+                chunks = engine.generate(
+                    [*input_ids, *so_far.ids] if so_far.ids else input_ids,
+                    replace(params, max_new_tokens=params.max_new_tokens - len(so_far.ids)),
+                    rid=self._rid,
+                    stream=stream,
+                    routes_from=routes_from,
+                    affinity=affinity or self._affinity,
+                )
                 async with contextlib.aclosing(chunks):
                     async for chunk in chunks:
-                        started = True
+                        ended = chunk.finish is not None and chunk.finish.reason == "abort"
+                        chunk = so_far.add(chunk)
+                        if ended and so_far.may_go_on(params):
+                            yield replace(chunk, finish=None)
+                            break
                         yield chunk
-                return
+                    else:
+                        return
             except EngineError as error:
                 if error.status is not None and error.status < 500:
                     raise  # the request is at fault: another engine would refuse it too
                 if error.status is None:
                     self._down.add(engine)  # until a health check finds it up
-                if started or engine is self._engines[-1]:
+                queue.popleft()
+                if not queue or (so_far.ids and not so_far.may_go_on(params)):
                     raise
+                so_far.broken_off()
             finally:
                 self._load[engine] -= 1
+        raise EngineError(f"{self.url} ended the request {_MOST_ATTEMPTS} times", 503)
 
     async def abort(self, rid: str) -> None:
-        await self._serving.abort(rid)
+        await self._serving.abort(self._rid or rid)
 
     async def info(self) -> EngineInfo:
         return await self._serving.info()
@@ -162,3 +229,69 @@ class _Route:
 
     async def close(self) -> None:
         """The pool owns the connections."""
+
+
+class _SoFar:
+    """What a request has sampled, over all its attempts."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self._spans: list[VersionSpan] = []  # of the attempts that are over
+        self._start = 0  # of this attempt, in `ids`
+        self._versions: list[VersionSpan] = []  # of this attempt, chunk by chunk
+        self._certain = True  # each span is known to the token
+
+    def add(self, chunk: Chunk) -> Chunk:
+        """The chunk as part of the whole request."""
+        first, version = len(self.ids), chunk.version
+        self.ids += chunk.output_ids
+        if self._versions and len(chunk.output_ids) > 1 and self._versions[-1].version != version:
+            self._certain = False  # the weights changed somewhere within the chunk
+        self._versions.append(VersionSpan(first, len(self.ids), version))
+        finish = chunk.finish
+        if finish is None:
+            return chunk
+        spans = (
+            replace(s, start=s.start + self._start, end=s.end + self._start) for s in finish.version_spans
+        )
+        self._spans += spans
+        whole = replace(
+            finish,
+            version_spans=_joined(self._spans),
+            prompt_tokens=finish.prompt_tokens - self._start,
+            cached_tokens=min(finish.cached_tokens, finish.prompt_tokens - self._start),
+            unpaired=self._start + finish.unpaired,
+        )
+        self._start, self._versions, self._certain = len(self.ids), [], True
+        return replace(chunk, finish=whole)
+
+    def broken_off(self) -> None:
+        """The attempt ended without a finish."""
+        self._spans += self._versions
+        self._start, self._versions = len(self.ids), []
+
+    def may_go_on(self, params: SamplingParams) -> bool:
+        """Whether an engine that is given the tokens so far as its prompt goes on as if they were its own.
+
+        It knows neither half a stop string in them, nor what a grammar or a penalty has seen.
+        """
+        return (
+            self._certain
+            and len(self.ids) < params.max_new_tokens
+            and not (self.ids and self.ids[-1] in params.stop_token_ids)
+            and not (params.stop or params.json_schema)
+            and params.frequency_penalty == params.presence_penalty == 0
+        )
+
+
+def _joined(spans: list[VersionSpan]) -> tuple[VersionSpan, ...]:
+    """Touching spans of one version as one."""
+    joined: list[VersionSpan] = []
+    for span in spans:
+        if span.start == span.end:
+            continue
+        if joined and (joined[-1].end, joined[-1].version) == (span.start, span.version):
+            joined[-1] = replace(joined[-1], end=span.end)
+        else:
+            joined.append(span)
+    return tuple(joined)

@@ -8,6 +8,7 @@ Greedy decoding (temperature 0) reports log-probs at temperature 1.
 """
 
 import asyncio
+import base64
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ from titogym.gateway.engines.base import (
 from titogym.gateway.engines.http import HttpClient, HttpError
 from titogym.gateway.engines.wire import engine_info, error_message
 
+ROUTING_KEY = "x-smg-routing-key"  # by which SGLang's routers keep a session on one of their workers
+
 
 class SGLangEngine:
     """One SGLang server. `timeout` is how long it may stay silent within a request, seconds."""
@@ -38,7 +41,14 @@ class SGLangEngine:
         self._server_info: dict[str, Any] | None = None
 
     async def generate(
-        self, input_ids: Sequence[int], params: SamplingParams, *, rid: str, stream: bool
+        self,
+        input_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        rid: str,
+        stream: bool,
+        routes_from: int | None = None,
+        affinity: str = "",
     ) -> AsyncGenerator[Chunk]:
         """Sample a continuation of `input_ids`; see `base.Engine.generate`.
 
@@ -53,11 +63,13 @@ class SGLangEngine:
                 "return_logprob": True,
                 "stream": stream,
                 "rid": rid,
+                **self._options(routes_from, affinity),
             }
         )
+        headers = {ROUTING_KEY: affinity} if affinity else {}
         finished = False
         try:
-            async with self._client.stream("POST", "/generate", body) as (status, pieces):
+            async with self._client.stream("POST", "/generate", body, headers=headers) as (status, pieces):
                 if status != 200:
                     raise _refusal(error_message(await _all(pieces)), status)
                 seen = 0
@@ -81,6 +93,15 @@ class SGLangEngine:
                 # because we may be here on account of a cancellation that is still going on.
                 with contextlib.suppress(EngineError):
                     await asyncio.shield(self.abort(rid))
+
+    def _options(self, routes_from: int | None, affinity: str) -> dict[str, Any]:
+        options: dict[str, Any] = {}
+        if routes_from is not None:
+            options |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}
+        replicas = (self._server_info or {}).get("dp_size") or 1
+        if affinity and replicas > 1:
+            options["routed_dp_rank"] = int.from_bytes(affinity.encode()) % replicas
+        return options
 
     async def abort(self, rid: str) -> None:
         """End request `rid`: it finishes with what it has and reason "abort". Unknown ids are ignored."""
@@ -195,24 +216,40 @@ def _chunk(event: dict[str, Any], seen: int) -> Chunk:
     scored = scored[len(scored) - new :] if new <= len(scored) else []
     if [token for _, token, *_ in scored] != ids or any(logprob is None for logprob, *_ in scored):
         raise EngineError("the engine gave tokens without log-probs")
-    return Chunk(ids, [logprob for logprob, *_ in scored], _finish(meta, total) if reason else None)
+    version = str(meta.get("weight_version") or "")
+    return Chunk(ids, [lp for lp, *_ in scored], version, _finish(meta, total) if reason else None)
 
 
 def _finish(meta: dict[str, Any], total: int) -> Finish:
     reason = meta["finish_reason"]
     spans = meta.get("weight_versions") or [{"start": 0, "end": total, "version": meta["weight_version"]}]
+    routes = meta.get("routed_experts")
     return Finish(
         reason=reason["type"],
         prompt_tokens=meta["prompt_tokens"],
         cached_tokens=meta["cached_tokens"],
         version_spans=tuple(VersionSpan(span["start"], span["end"], span["version"]) for span in spans),
         matched_stop=reason.get("matched"),
+        routes=None if routes is None else base64.b64decode(routes),
+        unpaired=_unpaired(meta.get("num_retractions") or 0, spans, total),
         meta={
             "retractions": meta.get("num_retractions", 0),
             "latency": meta.get("e2e_latency"),
             "dp_rank": meta.get("dp_rank"),
         },
     )
+
+
+def _unpaired(retractions: int, spans: list[dict[str, Any]], total: int) -> int:
+    """How many output tokens were sampled before the last retraction.
+
+    A retracted request goes through the model once more: the routes are those of the second pass, the
+    log-probs those of the first. Where each retraction was for new weights, the last span begins where the
+    last pass did; where one was for want of memory, nobody says when.
+    """
+    if not retractions:
+        return 0
+    return int(spans[-1]["start"]) if len(spans) == retractions + 1 else total
 
 
 def _refusal(message: str, status: int | None) -> EngineError:

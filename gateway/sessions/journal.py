@@ -123,6 +123,7 @@ def _dump(node: Node) -> tuple[Any, ...]:
         "stop": generation.stop,
         "engine": generation.engine,
         "cached_tokens": generation.cached_tokens,
+        "unpaired": generation.unpaired,
         "timings": generation.timings,
         "receipt": node.receipt,
     }

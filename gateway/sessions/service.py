@@ -22,6 +22,7 @@ from titogym.gateway.engines.base import (
     SamplingParams,
 )
 from titogym.gateway.errors import RequestError, context_exceeded
+from titogym.gateway.routes import first_missing, route_shape
 from titogym.gateway.sessions.flights import replay
 from titogym.gateway.sessions.policies import Placement
 from titogym.gateway.sessions.session import Session
@@ -66,6 +67,7 @@ class _Plan:
     extension: Extension
     prompt: Prompt
     params: SamplingParams
+    routes_from: int | None  # the first token without expert routes, where the session keeps them
 
 
 class TurnService:
@@ -75,6 +77,7 @@ class TurnService:
         self._assets = assets
         self._router = router
         self._store = store
+        self.route_shape = route_shape(assets.model_dir)
 
     def board(self, session: Session, request: TurnRequest, retried: bool) -> tuple[Items, Receipt]:
         """Start a turn, or find the one that this request is a retry of: its items, and its receipt.
@@ -148,7 +151,9 @@ class TurnService:
         params = self._params(
             session.spec.sampling, request.sampling, room if budget is None else min(room, budget)
         )
-        return _Plan(lookup, placement, messages, extension, prompt, params)
+        held = first_missing(parent.length if parent else 0, extension.trim)
+        routes_from = held if session.spec.routes else None
+        return _Plan(lookup, placement, messages, extension, prompt, params, routes_from)
 
     def _params(self, forced: Sampling, asked: Sampling, most: int) -> SamplingParams:
         options = {**asked.model_dump(exclude_none=True), **forced.model_dump(exclude_none=True)}
@@ -182,7 +187,9 @@ class TurnService:
         rid = uuid.uuid4().hex
         try:
             async with aclosing(
-                engine.generate(plan.prompt, plan.params, rid=rid, stream=request.stream)
+                engine.generate(
+                    plan.prompt, plan.params, rid=rid, stream=request.stream, routes_from=plan.routes_from
+                )
             ) as chunks:
                 async for chunk in chunks:
                     if len(chunk.logprobs) != len(chunk.output_ids):
@@ -212,9 +219,28 @@ class TurnService:
             stop=finish.matched_stop,
             engine=engine.url,
             cached_tokens=finish.cached_tokens,
+            routes=self._packed(plan, finish, len(output)),
+            unpaired=0 if plan.routes_from is None else finish.unpaired,
             timings=Timings(queued - started, (first or done) - queued, done - started),
         )
         yield Committed(self._commit(session, request, plan, parser.message(), generation))
+
+    def _packed(self, plan: _Plan, finish: Finish, sampled: int) -> bytes | None:
+        """The expert routes that the turn adds, where the session keeps them. Raises `RequestError`."""
+        if plan.routes_from is None:
+            return None
+        try:
+            if self.route_shape is None:
+                raise ValueError("config.json describes no experts")
+            if finish.routes is None:
+                raise ValueError("none came: start the engine with --enable-return-routed-experts")
+            return self.route_shape.pack(finish.routes, len(plan.prompt) + sampled - 1 - plan.routes_from)
+        except ValueError as error:
+            raise RequestError(
+                f"The session keeps expert routes, but the engine's are no good: {error}.",
+                status=502,
+                code="routes_missing",
+            ) from error
 
     def _commit(
         self,

@@ -49,6 +49,7 @@ class SessionSpec(_Strict):
     sampling: Sampling = Sampling()
     limits: Limits = Limits()
     labels: dict[str, Any] = {}
+    routes: bool = False  # keep the expert routes of every token
     ttl_seconds: Annotated[float, Field(gt=0)] | None = (
         None  # since its last use; None: the gateway's default
     )

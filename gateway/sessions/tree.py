@@ -44,7 +44,9 @@ class Generation:
     stop: str | int | None = None  # the stop string or stop token that ended it
     engine: str = ""
     cached_tokens: int = 0
+    # Of the tokens from `routes.first_missing` on; `RouteShape.row` bytes each
     routes: bytes | None = None
+    unpaired: int = 0  # output tokens whose log-probs come from another pass than their routes: no loss
     timings: Timings = Timings()
 
 

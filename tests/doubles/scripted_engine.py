@@ -13,7 +13,9 @@ both to the same assertions.
 """
 
 import asyncio
+import base64
 import socket
+import struct
 import threading
 import time
 import uuid
@@ -91,6 +93,7 @@ class ScriptedEngine:
         eos_ids: Sequence[int] = (),
         logprob: Callable[[int, int], float] = lambda position, token: -0.25 - (token % 7) / 16,
         model_path: str = "scripted",
+        experts: tuple[int, int, int] | None = None,
         port: int = 0,
     ) -> None:
         self.script = script
@@ -102,6 +105,7 @@ class ScriptedEngine:
         self.eos_ids = frozenset(eos_ids)
         self.logprob = logprob
         self.model_path = model_path
+        self.experts = experts  # layers, top-k and number of experts, where it returns routes
         self.weight_version = "default"
         self.faults: list[Fault] = []  # consumed by `/generate` calls in order
         self.requests: list[dict[str, Any]] = []  # bodies of `/generate`, in order of arrival
@@ -330,12 +334,30 @@ class ScriptedEngine:
         if finish:
             meta["weight_versions"] = _spans(generation.versions, self.weight_version)
             meta["e2e_latency"] = time.monotonic() - started
+            if self.experts and body.get("return_routed_experts"):
+                meta["routed_experts"] = self._routed(generation, body.get("routed_experts_start_len", 0))
         meta["dp_rank"] = None
         text = self.tokenizer.decode(output[first:]) if self.tokenizer else ""
         answer = {"text": text, "output_ids": output[first:], "meta_info": meta}
         if body.get("return_prompt_token_ids"):
             answer["prompt_token_ids"] = generation.prompt
         return answer
+
+    def _routed(self, generation: Generation, start: int) -> str:
+        """Base64 of int32 `[prompt + output - 1 - start, layers, top_k]`."""
+        row = [*generation.prompt, *generation.output]
+        numbers = [
+            number
+            for position in range(start, len(row) - 1)
+            for number in self.routes(position, row[position], generation.retractions)
+        ]
+        return base64.b64encode(struct.pack(f"<{len(numbers)}i", *numbers)).decode()
+
+    def routes(self, position: int, token: int, passes: int = 0) -> list[int]:
+        """A token's experts, layer by layer; other ones in every pass through the model."""
+        assert self.experts
+        layers, top_k, experts = self.experts
+        return [(31 * position + token + 7 * n + 101 * passes) % experts for n in range(layers * top_k)]
 
     def _stopped(self, output: list[int], params: dict[str, Any]) -> dict[str, Any] | None:
         stops = set(params.get("stop_token_ids") or ())

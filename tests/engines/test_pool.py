@@ -9,8 +9,17 @@ from typing import Any
 import pytest
 
 from tests.doubles.scripted_engine import Fault, ScriptedEngine
-from titogym.gateway.engines.base import Engine, EngineError, NoEngineError, SamplingParams
-from titogym.gateway.engines.pool import EnginePool
+from tests.engines.test_client import eventually
+from titogym.gateway.engines.base import (
+    Engine,
+    EngineError,
+    Finish,
+    NoEngineError,
+    SamplingParams,
+    VersionSpan,
+)
+from titogym.gateway.engines.control import EngineControl
+from titogym.gateway.engines.pool import EnginePool, EngineStatus
 from titogym.gateway.engines.sglang import SGLangEngine
 
 SESSIONS = [f"session-{i}" for i in range(60)]
@@ -109,13 +118,136 @@ async def test_a_server_error_fails_over_but_a_refusal_does_not(
     assert sum(len(server.requests) for server in servers) == 3
 
 
-async def test_no_failover_in_mid_stream(pool: EnginePool, servers: list[ScriptedEngine]) -> None:
+def counting(prompt: list[int], params: dict[str, Any]) -> list[int]:
+    """A row that only depends on where it stands, whoever continues it."""
+    return list(range(len(prompt), len(prompt) + 8))
+
+
+async def whole(engine: Engine, **params: Any) -> tuple[list[int], list[float], Finish]:
+    options = SamplingParams(**{"max_new_tokens": 6} | params)
+    chunks = [chunk async for chunk in engine.generate([0, 0], options, rid="r", stream=True)]
+    finish = chunks[-1].finish
+    assert finish is not None
+    return (
+        [token for chunk in chunks for token in chunk.output_ids],
+        [logprob for chunk in chunks for logprob in chunk.logprobs],
+        finish,
+    )
+
+
+async def test_a_dying_engine_loses_no_token(pool: EnginePool, servers: list[ScriptedEngine]) -> None:
+    for i, server in enumerate(servers):
+        server.script, server.weight_version = counting, f"v{i}"
+        server.logprob = lambda position, token: -float(token)
     route = await pool.choose("session")
-    serving(servers, route.url).faults.append(Fault("drop", after_tokens=1))
-    with pytest.raises(EngineError):
-        await sample(route)
-    assert sum(len(server.requests) for server in servers) == 1
-    assert (await pool.choose("session")).url != route.url
+    first = serving(servers, route.url)
+    first.faults.append(Fault("drop", after_tokens=4))
+    ids, logprobs, finish = await whole(route)
+    second = serving(servers, route.url)
+    assert second is not first
+    assert ids == [2, 3, 4, 5, 6, 7]
+    assert logprobs == [-float(token) for token in ids]
+    received = len(second.requests[0]["input_ids"]) - 2  # the last tokens may go down with the connection
+    assert second.requests[0]["input_ids"] == [0, 0, *ids[:received]]
+    assert second.requests[0]["sampling_params"]["max_new_tokens"] == 6 - received
+    assert finish.version_spans == (
+        VersionSpan(0, received, first.weight_version),
+        VersionSpan(received, 6, second.weight_version),
+    )
+    assert (finish.prompt_tokens, finish.unpaired) == (2, received)
+    assert 0 < received <= 4
+
+
+async def test_what_another_engine_cannot_continue_fails(
+    pool: EnginePool, servers: list[ScriptedEngine]
+) -> None:
+    for params in ({"stop": ("x",)}, {"json_schema": "{}"}, {"frequency_penalty": 0.5}):
+        route = await pool.choose("session")
+        serving(servers, route.url).script = counting
+        serving(servers, route.url).faults.append(Fault("drop", after_tokens=2))
+        asked = sum(len(server.requests) for server in servers)
+        with pytest.raises(EngineError):
+            await whole(route, **params)
+        assert sum(len(server.requests) for server in servers) == asked + 1
+        assert await pool.ready()
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+async def test_no_way_of_pausing_for_new_weights_fails_a_request(
+    pool: EnginePool, servers: list[ScriptedEngine], mode: str
+) -> None:
+    for server in servers:
+        server.script, server.token_latency = counting, 0.2
+    route = await pool.choose("session")
+    engine = serving(servers, route.url)
+    asked = asyncio.create_task(whole(route))
+    await eventually(lambda: engine.in_flight == 1)
+    await asyncio.sleep(0.5)
+    with EngineControl(engine.url) as control:
+        await asyncio.to_thread(control.pause, mode)
+        assert await pool.ready()
+        await asyncio.to_thread(control.set_weight_version, "new")
+        await asyncio.sleep(0.05)
+        assert not asked.done()
+        await asyncio.to_thread(control.resume)
+    ids, _, finish = await asked
+    assert ids == [2, 3, 4, 5, 6, 7]
+    before, after = finish.version_spans
+    assert (before.version, after.version, after.end) == ("default", "new", 6)
+    assert before.end == after.start > 0
+    assert finish.unpaired == (0 if mode == "in_place" else after.start)
+
+
+async def test_a_draining_engine_finishes_what_it_has(
+    pool: EnginePool, servers: list[ScriptedEngine]
+) -> None:
+    for server in servers:
+        server.token_latency = 0.05
+    route = await pool.choose("session")
+    home = route.url
+    running = asyncio.create_task(sample(route))
+    await eventually(lambda: serving(servers, home).in_flight == 1)
+    status = pool.drain(home + "/")
+    assert status == EngineStatus(home, "draining", 1)
+    assert (await pool.choose("session")).url != home
+    assert await running == [7, 8, 9]
+    assert route.url == home
+    assert EngineStatus(home, "draining", 0) in pool.statuses()
+    for server in servers:
+        pool.drain(server.url)
+    with pytest.raises(NoEngineError, match="is left") as caught:
+        await pool.choose("session")
+    assert caught.value.retry_after == 0.1
+    assert not await pool.ready()
+    pool.drain(home, draining=False)
+    assert (await pool.choose("session")).url == home
+    assert pool.drain("http://elsewhere") is None
+
+
+async def test_routers_of_sglang_can_keep_a_session_on_one_worker() -> None:
+    seen: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        engine = SGLangEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        pool = EnginePool([engine], interval=60)
+        for session in ("secret-1", "secret-2", "secret-1"):
+            pool._down.clear()
+            with pytest.raises(EngineError):
+                await sample(await pool.choose(session))
+        await pool.close()
+    keys = [
+        line.partition(b": ")[2]
+        for head in seen
+        for line in head.split(b"\r\n")
+        if line.startswith(b"x-smg-routing-key: ")
+    ]
+    assert len(keys) == 3
+    assert keys[0] == keys[2] != keys[1]
+    assert not any(b"secret" in head for head in seen)
 
 
 async def test_none_left_and_back_again(pool: EnginePool, servers: list[ScriptedEngine]) -> None:
