@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from titogym.gateway.protocols.chat import wire_message
+from titogym.gateway.sessions import divergence
 from titogym.gateway.sessions.journal import Record
 from titogym.gateway.sessions.session import Session
 from titogym.gateway.sessions.store import SessionStore
@@ -68,6 +69,7 @@ def overview(session: Session) -> dict[str, Any]:
             "joined": session.diagnostics.joined,
             "replayed": session.diagnostics.replayed,
             "rewritten": _rewrites(nodes),
+            "divergence": divergence.report(tree),
         },
     }
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from titogym.errors import UserError
 from titogym.gateway.errors import RequestError
+from titogym.gateway.sessions.divergence import first_difference
 from titogym.gateway.sessions.tree import Lookup, Node, Tree
 
 
@@ -38,8 +39,11 @@ def linear(tree: Tree, request: Lookup) -> Placement:
     for attempt in reversed(request.nodes):
         if attempt.parent is tail.parent and not attempt.children:
             return Placement(attempt, supersedes=tail)
+    difference = first_difference(tree.matcher, tail, request.prefix, request.messages)
+    where = f": {difference[0]} differs" if difference else ""
     raise RequestError(
-        f"This request leaves the session's conversation after {request.depth} of {tail.depth} messages. "
+        f"This request leaves the session's conversation after {request.depth} of {tail.depth} messages"
+        f"{where}. "
         "A linear session can be continued, or its latest turn tried again; start another session, or "
         "create this one with policy 'branching', to go back further.",
         status=409,
