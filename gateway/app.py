@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from hashlib import blake2b
+from importlib.metadata import version
 from typing import Any
 
 import orjson
@@ -19,7 +20,7 @@ from starlette.routing import Route
 
 from titogym.dotted import load
 from titogym.errors import UserError
-from titogym.gateway import inspection
+from titogym.gateway import inspection, openapi
 from titogym.gateway.answering import TurnResponse, error_response
 from titogym.gateway.engines.base import Engine
 from titogym.gateway.engines.pool import EnginePool
@@ -78,6 +79,7 @@ class Gateway:
 
     def routes(self) -> list[Route]:
         return [
+            Route("/openapi.json", self.openapi),
             Route("/health", self.health),
             Route("/ready", self.ready),
             Route("/metrics", self._admin(self.metrics)),
@@ -134,6 +136,9 @@ class Gateway:
             return await endpoint(request)
 
         return guarded
+
+    async def openapi(self, request: Request) -> Response:
+        return Json(openapi.document(version("titogym")))
 
     async def health(self, request: Request) -> Response:
         return Json({"status": "ok"})

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,8 @@ class Stand:
 Serve = Callable[..., Stand]
 
 
-@pytest.fixture
-def serve(model_dirs: dict[str, Path]) -> Iterator[Serve]:
+@contextmanager
+def serving(model_dirs: dict[str, Path]) -> Iterator[Serve]:
     """Starts a stand: `serve(answers, family=..., engine={...}, **settings)`.
 
     The engine gives the answers in order, the last one again and again; each ends with the stop token
@@ -110,6 +111,21 @@ def serve(model_dirs: dict[str, Path]) -> Iterator[Serve]:
         stands.append(Stand(made, double, assets))
         return stands[-1]
 
-    yield start
-    for stand in stands:
-        stand.stop()
+    try:
+        yield start
+    finally:
+        for stand in stands:
+            stand.stop()
+
+
+@pytest.fixture
+def serve(model_dirs: dict[str, Path]) -> Iterator[Serve]:
+    with serving(model_dirs) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def module_serve(model_dirs: dict[str, Path]) -> Iterator[Serve]:
+    """Stands for all tests of a module."""
+    with serving(model_dirs) as start:
+        yield start
