@@ -18,7 +18,7 @@ from titogym.gateway.engines.base import (
     SamplingParams,
     VersionSpan,
 )
-from titogym.gateway.engines.control import EngineControl
+from titogym.gateway.engines.control import EngineControl, PauseMode
 from titogym.gateway.engines.pool import EnginePool, EngineStatus
 from titogym.gateway.engines.sglang import SGLangEngine
 
@@ -174,7 +174,7 @@ async def test_what_another_engine_cannot_continue_fails(
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 async def test_no_way_of_pausing_for_new_weights_fails_a_request(
-    pool: EnginePool, servers: list[ScriptedEngine], mode: str
+    pool: EnginePool, servers: list[ScriptedEngine], mode: PauseMode
 ) -> None:
     for server in servers:
         server.script, server.token_latency = counting, 0.2
