@@ -192,6 +192,13 @@ def mapping(value: Any, param: str) -> Mapping[str, Any]:
     return value or {}
 
 
+def element(value: Any, param: str) -> Mapping[str, Any]:
+    """An object that must be there."""
+    if not isinstance(value, dict):
+        raise RequestError(f"{param} must be an object.", param=param)
+    return value
+
+
 def sequence(value: Any, param: str) -> list[Any]:
     if value is not None and not isinstance(value, list):
         raise RequestError(f"{param} must be a list.", param=param)

@@ -13,7 +13,7 @@ import orjson
 
 from titogym.gateway.errors import RequestError
 from titogym.gateway.protocols.base import seal, unseal
-from titogym.gateway.protocols.fields import mapping, sequence, string
+from titogym.gateway.protocols.fields import element, sequence, string
 from titogym.gateway.sessions.tree import Node, Tree
 from titogym.templates.conversation import Message, Role, ToolCall
 
@@ -176,7 +176,7 @@ class ItemReader:
         """Raises `RequestError`."""
         for i, item in enumerate(items):
             where = f"input[{i}]"
-            kind = string(mapping(item, where).get("type"), f"{where}.type") or "message"
+            kind = string(element(item, where).get("type"), f"{where}.type") or "message"
             if kind not in self._kinds:
                 raise RequestError(f"{where}: items of type {kind!r} are not supported.", param=where)
             self._kinds[kind](item, where)
@@ -271,7 +271,7 @@ class ItemReader:
             return value or ""
         texts = []
         for i, part in enumerate(sequence(value, where)):
-            kind = mapping(part, f"{where}[{i}]").get("type")
+            kind = element(part, f"{where}[{i}]").get("type")
             text = part.get("refusal" if kind == "refusal" else "text")
             if kind not in _TEXTS or not isinstance(text, str):
                 raise RequestError(

@@ -19,6 +19,7 @@ from titogym.gateway.protocols.fields import (
     PARALLEL,
     boolean,
     checked,
+    element,
     function,
     hosted,
     json_schema,
@@ -124,7 +125,7 @@ def _tools(value: Any, ignored: dict[str, str]) -> tuple[dict[str, Any], ...]:
     made = []
     for i, tool in enumerate(sequence(value, "tools")):
         where = f"tools[{i}]"
-        kind = string(mapping(tool, where).get("type"), f"{where}.type")
+        kind = string(element(tool, where).get("type"), f"{where}.type")
         if hosted(kind):
             ignored[f"tools.{kind}"] = "it runs at the provider: give the model a tool for it"
         elif kind in ("", "custom"):
@@ -174,7 +175,7 @@ def _text(value: Any, where: str, ignored: dict[str, str]) -> str:
 
 
 def _paragraph(block: Any, where: str, ignored: dict[str, str]) -> str:
-    kind = mapping(block, where).get("type")
+    kind = element(block, where).get("type")
     if kind != "text" or not isinstance(block.get("text"), str):
         raise RequestError(f"{where}: {kind!r} blocks are not supported here, only text.", param=where)
     note(block, ("type", "text", "citations"), "text", ignored)
@@ -196,7 +197,7 @@ class _Reader:
         read: list[Message] = []
         for i, item in enumerate(items):
             where = f"messages[{i}]"
-            role = mapping(item, where).get("role")
+            role = element(item, where).get("role")
             content = item.get("content")
             if role == "user":
                 read += self._user(content, f"{where}.content")
@@ -220,7 +221,7 @@ class _Reader:
         read: list[Message] = []
         said: list[str] = []
         for i, block in enumerate(content):
-            if mapping(block, f"{where}[{i}]").get("type") == "tool_result":
+            if element(block, f"{where}[{i}]").get("type") == "tool_result":
                 if said:
                     read.append(Message("user", "\n".join(said)))
                     said = []
@@ -250,7 +251,7 @@ class _Reader:
         calls: list[ToolCall] = []
         for i, block in enumerate(content):
             at = f"{where}[{i}]"
-            match mapping(block, at).get("type"):
+            match element(block, at).get("type"):
                 case "thinking":
                     thoughts.append(self._thinking(block, at))
                 case "redacted_thinking":

@@ -14,6 +14,7 @@ from titogym.gateway.protocols.errors import openai_error
 from titogym.gateway.protocols.fields import (
     boolean,
     checked,
+    element,
     function,
     hosted,
     json_schema,
@@ -220,7 +221,7 @@ def _tools(value: Any, ignored: dict[str, str]) -> tuple[tuple[dict[str, Any], .
     made: list[dict[str, Any]] = []
 
     def add(tool: Any, where: str, namespace: str = "") -> None:
-        kind = string(mapping(tool, where).get("type"), f"{where}.type")
+        kind = string(element(tool, where).get("type"), f"{where}.type")
         name = string(tool.get("name"), f"{where}.name")
         called = ToolNames.joined(namespace, name)
         if kind == "function":

@@ -4,6 +4,7 @@ import copy
 from typing import Any
 
 import httpx
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -36,6 +37,73 @@ VALID: dict[str, Any] = {
     "logprobs": True,
 }
 
+MESSAGES: dict[str, Any] = {
+    "model": "m",
+    "max_tokens": 5,
+    "system": [{"type": "text", "text": "You are an agent.", "cache_control": {"type": "ephemeral"}}],
+    "messages": [
+        USER,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "titogym.msg_0"},
+                {"type": "text", "text": "I look."},
+                {"type": "tool_use", "id": "c1", "name": "bash", "input": {"command": "ls"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "out"}]},
+                {"type": "text", "text": "go on"},
+            ],
+        },
+        {"role": "system", "content": "Be brief."},
+    ],
+    "tools": [{"name": "bash", "input_schema": TOOLS[0]["function"]["parameters"]}],
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+    "thinking": {"type": "enabled", "budget_tokens": 5},
+    "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {}}},
+    "stop_sequences": ["x"],
+    "top_k": 3,
+}
+RESPONSES: dict[str, Any] = {
+    "model": "m",
+    "instructions": "You are an agent.",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {
+            "type": "reasoning",
+            "id": "rs_" + "0" * 24,
+            "summary": [{"type": "summary_text", "text": "hm"}],
+            "encrypted_content": "titogym.resp_0",
+        },
+        {
+            "type": "message",
+            "id": "msg_" + "0" * 24,
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "I look.", "annotations": []}],
+        },
+        {"type": "function_call", "call_id": "c1", "name": "bash", "arguments": "{}", "namespace": "n"},
+        {"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": "x"},
+        {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "o"}]},
+        {"type": "custom_tool_call_output", "call_id": "c2", "output": "out"},
+        USER,
+    ],
+    "tools": [
+        {"type": "function", **TOOLS[0]["function"]},
+        {"type": "custom", "name": "patch"},
+        {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]},
+    ],
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "text": {"format": {"type": "json_schema", "schema": {}}},
+    "include": ["reasoning.encrypted_content"],
+    "store": True,
+    "metadata": {"a": "b"},
+    "max_output_tokens": 5,
+}
+BODIES = {"chat/completions": VALID, "messages": MESSAGES, "responses": RESPONSES}
+
 junk = st.recursive(
     st.none()
     | st.booleans()
@@ -65,16 +133,17 @@ def replaced(body: Any, path: tuple[Any, ...], value: Any) -> Any:
     return body
 
 
-def test_spoiled_requests_are_answered(serve):
+@pytest.mark.parametrize("path", BODIES)
+def test_spoiled_requests_are_answered(serve, path):
     stand = serve(["fine"])
     with httpx.Client(timeout=20) as http:
 
-        @settings(max_examples=120, suppress_health_check=list(HealthCheck))
-        @given(place=st.sampled_from(places(VALID)), value=junk, stream=st.booleans())
+        @settings(max_examples=80, suppress_health_check=list(HealthCheck))
+        @given(place=st.sampled_from(places(BODIES[path])), value=junk, stream=st.booleans())
         def spoil(place, value, stream):
             session = create(stand.url, policy="branching")
-            body = replaced({**VALID, "stream": stream}, place, value)
-            response = http.post(f"{session.base_url}/chat/completions", json=body)
+            body = replaced({**BODIES[path], "stream": stream}, place, value)
+            response = http.post(f"{session.base_url}/{path}", json=body)
             assert response.status_code in (200, 400), response.text
             if response.status_code == 400:
                 assert response.json()["error"]["message"]
