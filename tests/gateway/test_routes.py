@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.gateway.forest import answer, tree, turn, user
 from tests.gateway.test_disconnect import until
 from tests.gateway.test_turns import CALL, TOOLS, USER, agent, create, sdk, trajectories
 from titogym.gateway.client import GatewayClient
 from titogym.gateway.engines.control import EngineControl
 from titogym.gateway.routes import RouteShape, first_missing, route_shape
+from titogym.gateway.trajectories import cut
 
 LAYERS, TOP_K, EXPERTS = SHAPE = 3, 2, 60
 MOE = {"num_hidden_layers": LAYERS, "num_experts_per_tok": TOP_K, "num_experts": EXPERTS}
@@ -47,19 +49,11 @@ def test_a_sessions_routes_are_asked_for_once_and_cover_its_row(serve, moe):
     tokens = found["tokens"]
     assert rows(found) == [stand.engine.routes(i, token) for i, token in enumerate(tokens[:-1])]
     starts = [request["routed_experts_start_len"] for request in stand.engine.requests]
-    ends = [start for start, _, _ in found["version_spans"][1:]]
-    assert starts == [0, *(end - 1 for end in _lengths(stand)[:-1])]
-    assert len(ends) == 2
+    assert starts == [0, *(len(row) - 1 for row in stand.engine._served[:-1])]
     assert all(request["return_routed_experts"] for request in stand.engine.requests)
 
 
-def _lengths(stand) -> list[int]:
-    """Of the rows that the engine held after each request."""
-    return [len(row) for row in stand.engine._served]
-
-
-def test_a_sampled_opener_that_is_dropped_takes_its_routes_along(serve, moe):
-    """Answers cut by length leave no stop token; the next turn's rows start right behind."""
+def test_turns_that_were_cut_by_length_leave_no_gap(serve, moe):
     stand = serve(["never ending…", "again…", "done"], engine={"experts": SHAPE})
     session = create(stand.url, routes=True)
     client, messages = sdk(session), [USER]
@@ -139,9 +133,7 @@ def test_tokens_sampled_before_a_retraction_carry_no_loss_where_routes_do(serve,
     assert (version, end) == ("new", len(found["tokens"]))
     assert start + 3 <= switch < end
     assert found["loss_mask"][start:end] == [0 if asked else 1] * (switch - start) + [1] * (end - switch)
-    assert all(
-        (lp == 0.0) == (mask == 0) for lp, mask in zip(found["logprobs"], found["loss_mask"], strict=True)
-    )
+    assert [lp != 0.0 for lp in found["logprobs"]] == [mask == 1 for mask in found["loss_mask"]]
     if asked:
         assert rows(found) == [stand.engine.routes(i, t, 1) for i, t in enumerate(found["tokens"][:-1])]
 
@@ -177,9 +169,32 @@ def test_the_shape_is_read_from_the_models_config(tmp_path):
 
 
 def test_what_a_parent_holds():
-    assert [first_missing(0, 0), first_missing(9, 0), first_missing(9, 1), first_missing(9, 2)] == [
-        0,
-        8,
-        8,
-        7,
-    ]
+    assert [first_missing(*case) for case in ((0, 0), (9, 0), (9, 1), (9, 2))] == [0, 8, 8, 7]
+
+
+@pytest.mark.parametrize("trim", [0, 1, 2])
+def test_trimmed_tokens_take_their_routes_along(trim):
+    grown = tree("strict")
+    first = turn(grown, [user("a")], answer("b"), prompt=(1, 2), output=(3, 4, 5), routes=bytes([1, 2, 3, 4]))
+    kept = first_missing(first.length, trim)
+    fresh = range(100 + kept, 100 + first.length - trim + 2)
+    turn(
+        grown,
+        [user("a"), answer("b"), user("c")],
+        answer("d"),
+        trim=trim,
+        prompt=(6, 7),
+        output=(8,),
+        routes=bytes(fresh),
+    )
+    [found] = cut("s", grown, shape=RouteShape(1, 1, 256))
+    assert found.routes is not None
+    assert list(found.routes.data) == [*range(1, kept + 1), *fresh]
+    assert len(found.routes.data) == len(found.tokens) - 1
+
+
+def test_a_row_with_a_gap_in_its_routes_is_never_given_out():
+    grown = tree("strict")
+    turn(grown, [user("a")], answer("b"), routes=bytes(2))
+    with pytest.raises(ValueError, match="lacks expert routes"):
+        cut("s", grown, shape=RouteShape(1, 1, 256))
