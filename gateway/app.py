@@ -35,6 +35,7 @@ from titogym.gateway.sessions.spec import parse_spec
 from titogym.gateway.sessions.store import SessionStore
 from titogym.gateway.sessions.turn import Committed
 from titogym.gateway.settings import GatewaySettings
+from titogym.gateway.telemetry import Telemetry
 from titogym.gateway.trajectories import cut, unsuperseded
 from titogym.gateway.viewer.routes import Viewer
 from titogym.templates.model import ModelAssets, load_model_assets
@@ -67,9 +68,13 @@ class Gateway:
         self._assets = assets
         self._model = assets.model_dir.name
         self._pool = EnginePool(engines, limit=settings.context_length)
+        self._telemetry = Telemetry()
         self._store = SessionStore(
             Journal(settings.journal),
+            self._telemetry,
             max_sessions=settings.max_sessions,
+            max_turns=settings.max_turns,
+            max_bytes=settings.max_bytes,
             ttl=settings.ttl_seconds,
             idle=settings.idle_seconds,
         )
@@ -83,6 +88,8 @@ class Gateway:
             Route("/health", self.health),
             Route("/ready", self.ready),
             Route("/metrics", self._admin(self.metrics)),
+            Route("/engines", self._admin(self.engines), methods=["GET"]),
+            Route("/engines", self._admin(self.drain), methods=["POST"]),
             Route("/sessions", self._admin(self.create), methods=["POST"]),
             Route("/sessions", self._admin(self.index), methods=["GET"]),
             Route("/sessions/{id}", self._admin(self.inspect), methods=["GET"]),
@@ -121,6 +128,8 @@ class Gateway:
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             self._store.sweep()
+            await asyncio.to_thread(self._store.checkpoint)
+            self._telemetry.engines(self._pool.statuses())
 
     # --- administration ---------------------------------------------------------------------------
 
@@ -149,7 +158,24 @@ class Gateway:
         raise RequestError("No engine answers.", status=503, code="engine_unavailable", retry_after=1)
 
     async def metrics(self, request: Request) -> Response:
-        return PlainTextResponse(inspection.metrics(self._store), media_type="text/plain; version=0.0.4")
+        text = self._telemetry.render(inspection.gauges(self._store), self._pool.statuses())
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    async def engines(self, request: Request) -> Response:
+        return Json({"engines": self._pool.statuses()})
+
+    async def drain(self, request: Request) -> Response:
+        """Give one engine no new requests (`draining` true), or give it some again."""
+        asked = _json(await self._body(request))
+        if not isinstance(asked, dict) or not isinstance(asked.get("url"), str):
+            raise RequestError('Name the engine: {"url": ..., "draining": true or false}.', param="url")
+        draining = asked.get("draining")
+        if not isinstance(draining, bool):
+            raise RequestError("draining must be true or false.", param="draining")
+        status = self._pool.drain(asked["url"], draining)
+        if status is None:
+            raise RequestError(f"There is no engine {asked['url']}.", status=404, code="engine_not_found")
+        return Json(status)
 
     async def create(self, request: Request) -> Response:
         body = await self._body(request)
@@ -173,7 +199,9 @@ class Gateway:
 
     async def inspect(self, request: Request) -> Response:
         session = self._store.get(request.path_params["id"])
-        return Json(await asyncio.to_thread(inspection.report, session, self._assets))
+        report = await asyncio.to_thread(inspection.report, session, self._assets)
+        self._telemetry.compared(report["tito_session_mismatch"].elements())
+        return Json(report)
 
     async def turns(self, request: Request) -> Response:
         return Json({"turns": inspection.turns(self._store.get(request.path_params["id"]))})
@@ -207,7 +235,7 @@ class Gateway:
                 asked = protocol.parse(_json(body), self._context(request, session, protocol, body))
                 items, receipt = self._service.board(session, asked.turn, _retried(request))
             except RequestError as error:
-                session.diagnostics.failed(error)
+                self._store.failed(session, error)
                 raise
             reply = asked.reply(self._assets.tokenizer, receipt)
             return TurnResponse(items, reply, stream=asked.turn.stream, error_body=protocol.error_body)

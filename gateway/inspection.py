@@ -110,17 +110,15 @@ def leaf_mismatches(session: Session, assets: ModelAssets) -> list[tuple[Node, M
     return found
 
 
-def metrics(store: SessionStore) -> str:
-    """Prometheus text format."""
+def gauges(store: SessionStore) -> dict[str, float]:
+    """What there is of sessions now, by metric."""
     live = store.in_memory
-    values = {
+    return {
         "titogym_sessions": len(store),
         "titogym_sessions_in_memory": len(live),
+        "titogym_sessions_bytes": store.size,
         "titogym_turns_in_flight": sum(len(session.tasks) for session in live),
-        "titogym_turns_total": store.committed,
     }
-    kinds = {name: "counter" if name.endswith("_total") else "gauge" for name in values}
-    return "".join(f"# TYPE {name} {kinds[name]}\n{name} {value}\n" for name, value in values.items())
 
 
 def _node(node: Node, counts: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import ipaddress
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -21,6 +22,11 @@ class GatewaySettings(BaseModel):
     journal: Path | None = Field(default=None, description="SQLite file; None: gone with the process")
     context_length: int | None = Field(default=None, ge=2, description="tokens; None: what the engines say")
     max_sessions: int = Field(default=16384, ge=1, description="most sessions held at once")
+    max_turns: int = Field(default=10_000, ge=1, description="most turns held of one session")
+    max_bytes: int = Field(default=8 * 2**30, ge=2**20, description="most memory of all sessions in use")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="what goes to the log, as JSON lines on stderr"
+    )
     max_body_bytes: int = Field(default=64 * 2**20, ge=1024, description="largest request body")
     ttl_seconds: float = Field(default=86400.0, gt=0, description="unused sessions are deleted after this")
     idle_seconds: float = Field(default=600.0, gt=0, description="unused sessions leave memory after this")

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
+from titogym.gateway.alias import alias
 from titogym.gateway.engines.base import (
     Chunk,
     Engine,
@@ -59,7 +60,7 @@ class EnginePool:
         in the session's order; `url` then names the one that really served.
         """
         await self._look()
-        return _Route(self._preferred(session_id), self._load, self._down, affinity(session_id))
+        return _Route(self._preferred(session_id), self._load, self._down, alias(session_id))
 
     def statuses(self) -> list[EngineStatus]:
         return [EngineStatus(engine.url, self._state(engine), self._load[engine]) for engine in self.engines]
@@ -141,11 +142,6 @@ class EnginePool:
                 self._down.add(engine)
 
         await asyncio.gather(*(check(engine) for engine in self.engines))
-
-
-def affinity(session_id: str) -> str:
-    """What engines and their routers know a session by: its id is a key, and stays here."""
-    return blake2b(session_id.encode(), digest_size=12).hexdigest()
 
 
 class _Route:

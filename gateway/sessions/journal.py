@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import orjson
@@ -46,7 +47,10 @@ class Record:
 
 
 class Journal:
-    """The store of one gateway process. Calls must not overlap: the event loop makes them one by one."""
+    """The store of one gateway process.
+
+    Calls must not overlap, but for `checkpoint`: the event loop makes them one by one.
+    """
 
     def __init__(self, path: Path | None) -> None:
         """`path` None keeps the journal in a temporary file that goes with the process.
@@ -63,6 +67,10 @@ class Journal:
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.execute("PRAGMA busy_timeout=5000")
             self._db.executescript(_SCHEMA)
+            # The copy from the log to the main file waits for the disk: never within a turn.
+            self._db.execute("PRAGMA wal_autocheckpoint=0")
+            self._checkpointing = Lock()
+            self._checkpoints = None if path is None else sqlite3.connect(path, check_same_thread=False)
         except (OSError, sqlite3.Error) as error:
             raise UserError(
                 f"Cannot open the session journal {path}: {error}. Choose another path."
@@ -111,7 +119,17 @@ class Journal:
         for row in self._db.execute("SELECT * FROM nodes WHERE session = ? ORDER BY id", (session,)):
             _load(row[1:], tree)
 
+    def checkpoint(self) -> None:
+        """Copy the log into the main file, beside whatever else goes on: from any thread, one at a time."""
+        with self._checkpointing:
+            if self._checkpoints is not None:
+                self._checkpoints.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
     def close(self) -> None:
+        with self._checkpointing:
+            if self._checkpoints is not None:
+                self._checkpoints.close()
+                self._checkpoints = None
         self._db.close()
 
 

@@ -111,7 +111,7 @@ class TurnService:
                     async for item in items:
                         yield item
         except RequestError as error:
-            session.diagnostics.failed(error)
+            self._store.failed(session, error)
             raise
 
     async def count(self, session: Session, request: TurnRequest) -> int:
@@ -127,6 +127,7 @@ class TurnService:
 
     async def _plan(self, session: Session, request: TurnRequest) -> _Plan:
         """Everything about the turn that can be known, and refused, ahead of sampling."""
+        self._store.admit(session)
         try:
             context_length = await self._router.context_length()
         except EngineError as error:

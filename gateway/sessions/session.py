@@ -61,6 +61,11 @@ class Session:
         )
 
     @property
+    def size(self) -> int:
+        """Bytes in memory, about."""
+        return self.tree.size + self.texts.size
+
+    @property
     def idle(self) -> bool:
         return not self.tasks
 

@@ -9,21 +9,38 @@ from titogym.gateway.sessions.journal import Journal, Record
 from titogym.gateway.sessions.session import Diagnostics, Session
 from titogym.gateway.sessions.spec import SessionSpec
 from titogym.gateway.sessions.tree import Node
+from titogym.gateway.telemetry import Telemetry
 from titogym.templates.conversation import Message
 
 
 class SessionStore:
     """Creates, finds and deletes sessions. Idle ones leave memory and come back when they are used."""
 
-    def __init__(self, journal: Journal, *, max_sessions: int, ttl: float, idle: float) -> None:
-        """`ttl` and `idle` are seconds since a session's last use: until it is deleted, or leaves memory."""
+    def __init__(
+        self,
+        journal: Journal,
+        telemetry: Telemetry,
+        *,
+        max_sessions: int,
+        max_turns: int,
+        max_bytes: int,
+        ttl: float,
+        idle: float,
+    ) -> None:
+        """`ttl` and `idle` are seconds since a session's last use: until it is deleted, or leaves memory.
+
+        `max_turns` bounds each session, `max_bytes` what all sessions in memory take.
+        """
         self._journal = journal
+        self._telemetry = telemetry
         self._max_sessions = max_sessions
+        self._max_turns = max_turns
+        self._max_bytes = max_bytes
         self._ttl = ttl
         self._idle = idle
         self._records = {record.id: record for record in journal.sessions()}
         self._live: dict[str, Session] = {}
-        self.committed = 0  # turns since this process started
+        self.size = 0  # bytes of the sessions in memory, about
 
     def __len__(self) -> int:
         return len(self._records)
@@ -49,7 +66,32 @@ class SessionStore:
         self._journal.create(session.id, plain, session.created)
         self._records[session.id] = Record(session.id, plain, session.created, session.created, {}, 0)
         self._live[session.id] = session
+        self._telemetry.created(session.id, spec.labels)
         return session
+
+    def admit(self, session: Session) -> None:
+        """Raises `RequestError` (429) when the session, or the memory, is too full for another turn."""
+        if len(session.tree.nodes) >= self._max_turns:
+            raise RequestError(
+                f"The session holds its maximum of {self._max_turns} turns: start another one.",
+                status=429,
+                code="session_full",
+            )
+        if self.size > self._max_bytes:
+            self._make_room()
+        if self.size > self._max_bytes:
+            raise RequestError(
+                f"The sessions in use take more than {self._max_bytes >> 20} MiB: "
+                "delete some, or raise max_bytes.",
+                status=429,
+                code="memory_full",
+                retry_after=5,
+            )
+
+    def failed(self, session: Session, error: RequestError) -> None:
+        """Take note of a request of the session that was refused, or failed."""
+        session.diagnostics.failed(error)
+        self._telemetry.failed(session.id, error)
 
     def get(self, id: str) -> Session:
         """Raises `RequestError` (404) when there is no such session."""
@@ -58,6 +100,7 @@ class SessionStore:
             if id not in self._records:
                 raise RequestError("There is no such session.", status=404, code="session_not_found")
             session = self._live[id] = self._restore(self._records[id])
+            self.size += session.size
         session.touch()
         return session
 
@@ -69,26 +112,30 @@ class SessionStore:
         """Put a drafted node into the journal, with how its request replayed earlier answers."""
         session.touch()
         self._journal.append(session.id, node, replayed, session.touched)
-        self.committed += 1
+        self.size += node.size
+        self._telemetry.committed(session.id, node)
 
     def note(self, session: Session) -> None:
         """Keep the session's diagnostics."""
         self._journal.note(session.id, asdict(session.diagnostics), session.touched)
 
-    def delete(self, id: str) -> None:
+    def delete(self, id: str, expired: bool = False) -> None:
         """Forget a session and end its turns in flight. Raises `RequestError` (404)."""
         if id not in self._records:
             raise RequestError("There is no such session.", status=404, code="session_not_found")
         session = self._live.pop(id, None)
         if session is not None:
             session.deleted = True
+            self.size -= session.size
             for task in list(session.tasks):
                 task.cancel()
         del self._records[id]
         self._journal.delete(id)
+        self._telemetry.deleted(id, expired)
 
     def sweep(self) -> None:
         """Delete sessions past their time to live; let idle ones leave memory."""
+        self.size = sum(session.size for session in self._live.values())
         now = time.time()
         for id, record in list(self._records.items()):
             session = self._live.get(id)
@@ -96,8 +143,21 @@ class SessionStore:
                 continue
             unused = now - (session.touched if session else record.touched)
             if unused > record.spec.get("ttl_seconds", self._ttl):
-                self.delete(id)
+                self.delete(id, expired=True)
             elif session is not None and unused > self._idle:
+                self._evict(session)
+
+    def checkpoint(self) -> None:
+        """Move what was committed into the journal's main file; may be called in any thread."""
+        self._journal.checkpoint()
+
+    def _make_room(self) -> None:
+        """Let idle sessions leave memory, those first that were used last the longest ago."""
+        self.size = sum(session.size for session in self._live.values())
+        for session in sorted(self._live.values(), key=lambda session: session.touched):
+            if self.size <= self._max_bytes:
+                return
+            if session.idle:
                 self._evict(session)
 
     def close(self) -> None:
@@ -117,6 +177,7 @@ class SessionStore:
             len(session.tree.nodes),
         )
         del self._live[session.id]
+        self.size -= session.size
 
     def _restore(self, record: Record) -> Session:
         session = Session.new(

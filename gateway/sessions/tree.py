@@ -95,6 +95,22 @@ class Node:
     children: int = 0
     replayed: Message | None = None  # how the harness last sent the answer back, where it changed it
 
+    @property
+    def size(self) -> int:
+        """Bytes in memory, about."""
+        generation = self.generation
+        texts = sum(
+            len(message.content)
+            + len(message.reasoning)
+            + sum(len(call.arguments) for call in message.tool_calls)
+            for message in (*self.messages, self.answer)
+        )
+        ids = 4 * len(generation.prompt_ids) + 8 * len(generation.output_ids)
+        return _NODE_BYTES + texts + ids + len(generation.routes or b"")
+
+
+_NODE_BYTES = 2000  # of a node's objects, whatever they hold
+
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
@@ -132,6 +148,7 @@ class Tree:
     superseded: set[int] = field(default_factory=set)
     answers: dict[str, Node] = field(default_factory=dict)
     calls: dict[str, ToolCall] = field(default_factory=dict)
+    size: int = 0  # bytes, about
     _ends: dict[bytes, list[Node]] = field(default_factory=dict)
     _requests: dict[bytes, list[Node]] = field(default_factory=dict)
 
@@ -214,6 +231,7 @@ class Tree:
         if node.supersedes is not None:
             self.superseded.add(node.supersedes)
         self.nodes.append(node)
+        self.size += node.size
         if node.receipt.id:
             self.answers[node.receipt.id] = node
         self.calls.update((call.id, call) for call in node.answer.tool_calls)

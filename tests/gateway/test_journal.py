@@ -13,12 +13,23 @@ from titogym.gateway.sessions.session import Session
 from titogym.gateway.sessions.spec import Sampling, SessionSpec, parse_spec
 from titogym.gateway.sessions.store import SessionStore
 from titogym.gateway.sessions.tree import Node, conversation, row
+from titogym.gateway.telemetry import Telemetry
 from titogym.gateway.trajectories import cut
 from titogym.templates.conversation import Message, Prefix, ToolCall
 
 
-def open_store(path, max_sessions=10, ttl=1000.0, idle=1000.0) -> SessionStore:
-    return SessionStore(Journal(path), max_sessions=max_sessions, ttl=ttl, idle=idle)
+def open_store(
+    path, max_sessions=10, max_turns=100, max_bytes=1 << 30, ttl=1000.0, idle=1000.0
+) -> SessionStore:
+    return SessionStore(
+        Journal(path),
+        Telemetry(),
+        max_sessions=max_sessions,
+        max_turns=max_turns,
+        max_bytes=max_bytes,
+        ttl=ttl,
+        idle=idle,
+    )
 
 
 def commit(store: SessionStore, session: Session, messages, reply, replays=(), **tokens) -> Node:
@@ -131,6 +142,58 @@ def test_full_gateway_refuses_another_session_until_one_goes():
     assert (refused.value.status, refused.value.retry_after) == (429, 5)
     store.delete(first.id)
     store.create(SessionSpec())
+
+
+def test_a_full_session_refuses_another_turn():
+    store = open_store(None, max_turns=2)
+    session = store.create(SessionSpec())
+    messages: list[Message] = []
+    for text in "ab":
+        store.admit(session)
+        messages += [user(text)]
+        messages += [commit(store, session, messages, answer(text)).answer]
+    with pytest.raises(RequestError, match="maximum of 2 turns") as refused:
+        store.admit(session)
+    assert (refused.value.status, refused.value.code, refused.value.retry_after) == (
+        429,
+        "session_full",
+        None,
+    )
+    store.admit(store.create(SessionSpec()))
+
+
+def test_full_memory_lets_go_of_idle_sessions_before_it_refuses(tmp_path):
+    store = open_store(tmp_path / "j.sqlite", max_bytes=100_000)
+    sessions = [store.create(SessionSpec()) for _ in range(3)]
+    for session in sessions:
+        commit(store, session, [user("x" * 40_000)], answer("y"))
+    sessions[0].tasks.add(object())  # type: ignore[arg-type]
+    before = described(sessions[1])
+    store.admit(sessions[2])
+    assert set(store.in_memory) == {sessions[0], sessions[2]}  # the oldest is in use, the next one went
+    assert store.size == sum(session.size for session in store.in_memory)
+    again = store.get(sessions[1].id)
+    assert described(again) == before
+    for session in (sessions[2], again):
+        session.tasks.add(object())  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="MiB") as refused:
+        store.admit(sessions[0])
+    assert (refused.value.status, refused.value.code, refused.value.retry_after) == (429, "memory_full", 5)
+    again.tasks.clear()
+    store.delete(again.id)
+    store.admit(sessions[0])
+
+
+def test_the_log_is_moved_into_the_main_file_between_turns(tmp_path):
+    path = tmp_path / "j.sqlite"
+    store = open_store(path)
+    session = store.create(SessionSpec())
+    commit(store, session, [user("x" * 100_000)], answer("y"))
+    small = path.stat().st_size
+    store.checkpoint()
+    assert path.stat().st_size > max(small, 100_000)
+    [found] = open_store(path).records()
+    assert found.turns == 1
 
 
 def test_deleted_sessions_leave_nothing_on_disk(tmp_path):

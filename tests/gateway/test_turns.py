@@ -536,7 +536,7 @@ async def test_life_of_a_session(serve):
         client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
         await client.chat.completions.create(model="m", messages=[USER])
         metrics = (await asyncio.to_thread(httpx.get, f"{stand.url}/metrics")).text
-        assert "titogym_turns_total 1\n" in metrics
+        assert 'titogym_turns_total{finish="stop"} 1\n' in metrics
         await gateway.delete(session.id)
         for attempt in (gateway.inspect(session.id), gateway.delete(session.id)):
             with pytest.raises(GatewayError, match="no such session"):

@@ -37,6 +37,11 @@ def command(
         int | None, typer.Option(help="Cap on the engines' context length (tokens).")
     ] = None,
     max_sessions: Annotated[int, typer.Option(help="Most sessions held at once.")] = 16384,
+    max_turns: Annotated[int, typer.Option(help="Most turns held of one session.")] = 10_000,
+    max_bytes: Annotated[int, typer.Option(help="Most memory of all sessions in use.")] = 8 << 30,
+    log_level: Annotated[
+        str, typer.Option(help="What goes to the log (stderr, JSON lines): debug, info, warning or error.")
+    ] = "info",
     ttl: Annotated[float, typer.Option(help="Seconds after which an unused session is deleted.")] = 86400.0,
 ) -> None:
     """Serve an OpenAI-compatible API that keeps the exact tokens of every session."""
@@ -45,6 +50,7 @@ def command(
     import uvicorn
 
     from titogym.gateway.app import create_app
+    from titogym.gateway.telemetry import log_to_stderr
 
     listener = _listen(host, port)
     port = listener.getsockname()[1]
@@ -60,17 +66,21 @@ def command(
             public_url=public_url,
             context_length=context_length,
             max_sessions=max_sessions,
+            max_turns=max_turns,
+            max_bytes=max_bytes,
+            log_level=log_level,  # type: ignore[arg-type]  # checked by the model
             ttl_seconds=ttl,
         )
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise UserError(f"{'.'.join(map(str, first['loc']))} {first['msg']}".strip()) from None
     app = create_app(settings)
+    log_to_stderr(settings.log_level)
     gc.collect()
     gc.freeze()  # what is loaded by now stays: the collector need not look at it again
     config = uvicorn.Config(
         app,
-        log_level="warning",
+        log_config=None,
         access_log=False,
         # Longer than any client keeps an idle connection, so that none sends into one that we just closed.
         timeout_keep_alive=75,
