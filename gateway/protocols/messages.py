@@ -45,6 +45,8 @@ _IGNORED = {
     "cache_control": "a session's prefix is cached on its engine anyway",
     "inference_geo": "the engines are where they are",
     "speed": "there is one speed",
+    "user_profile_id": "a session has one user",
+    "workspace_id": "a session has one workspace",
     "diagnostics": "see the session's own diagnostics",
 }
 _READ = {

@@ -36,6 +36,7 @@ from titogym.templates.tokenizer import Tokenizer
 _REFUSED = {
     "background": "The gateway answers while the client waits: remove background.",
     "conversation": "Conversations are not stored apart: use previous_response_id.",
+    "image": "Only text is supported: remove image.",
     "prompt": "Prompt templates are not stored: send their text as instructions or input.",
 }
 _TRUNCATION = "nothing is left out of a conversation that grows too long: it is refused"
@@ -43,6 +44,8 @@ _IGNORED = {
     "truncation": _TRUNCATION,
     "max_tool_calls": "it bounds tools that run at the provider, and none does",
     "top_logprobs": "log-probs are collected with the session's trajectories",
+    "access_programs": "they are the provider's",
+    "background_options": "nothing runs in the background",
     "client_metadata": "a session is labelled when it is created",
     "stream_options": "the stream has no options",
 }
