@@ -20,6 +20,7 @@ COMMANDS = {
     "serve": "serve",
     "verify-template": "verify_template",
     "session": "session",
+    "doctor": "doctor",
     "env": "env",
 }
 
