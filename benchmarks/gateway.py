@@ -225,7 +225,8 @@ def report(sessions: int, tokens: int, servers: Sequence[Server]) -> None:
 def process(script: str, *arguments: str) -> Iterator[tuple[str, int]]:
     """A server that prints its URL first: that URL, and its process id."""
     command = [sys.executable, str(HERE / script), *arguments]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    env = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}  # as the gateway has it
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     try:
         assert child.stdout
         yield child.stdout.readline().strip(), child.pid
