@@ -43,6 +43,7 @@ _PROTOCOLS: dict[str, WireProtocol] = {
     "/messages": messages.PROTOCOL,
 }
 _EXCERPT = 120  # characters
+_LOG_CHARACTERS = 4000
 _NOTHING = Generation(
     trim=0,
     prompt_ids=token_array(()),
@@ -100,6 +101,7 @@ class Report:
     trained_tokens: int = 0
     sampled_tokens: int = 0
     problems: list[str] = field(default_factory=list)
+    log: str = ""  # the end of the harness's own output
 
     @property
     def token_exact(self) -> bool:
@@ -121,6 +123,7 @@ def diagnose(run: Run, matcher_name: str | None = None) -> Report:
     `UserError` for an unknown matcher.
     """
     report = Report(run.harness, run.result.outcome, run.result.detail, run.seconds)
+    report.log = run.result.log[-_LOG_CHARACTERS:]
     served = _read_exchanges(run, report)
     report.turns = len(served)
     replays = {name: _replay(served, MATCHERS[name]) for name in SAFE_MATCHERS}

@@ -83,7 +83,7 @@ class Viewer:
             {
                 "model": self._assets.model_dir.name,
                 "family": self._assets.family.name,
-                **inspection.overview(session),
+                **await asyncio.to_thread(inspection.overview, session),
             }
         )
 

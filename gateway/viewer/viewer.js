@@ -440,6 +440,7 @@ function showDetails() {
     ["Created with", Object.fromEntries(Object.entries(spec).filter(([name]) => name !== "labels"))],
     ["Request fields without effect", diagnostics.ignored],
     ["Answers that the harness sent back changed, by field", diagnostics.rewritten],
+    ["Turns that lost their history, by the field that the harness changed", lostBy(diagnostics.divergence)],
     ["Refused or failed requests, by code", shown.errors],
     ["Last error", shown.last_error ?? {}],
     ["Requests of clients that went away or came again", { "given up": diagnostics.aborted, "joined a turn in flight": diagnostics.joined, "answered again": diagnostics.replayed }],
@@ -456,6 +457,8 @@ function showDetails() {
     }),
   );
 }
+
+const lostBy = (found) => (found?.verdict ? { ...found.causes, "in short": found.verdict } : (found?.causes ?? {}));
 
 // --- panels, keys, colours --------------------------------------------------------------------------
 

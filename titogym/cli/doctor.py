@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -83,77 +85,24 @@ def _agent(words: list[str], options: list[str]) -> "Harness | HostCommand":
     if options:
         raise UserError(f"Options are for a named harness ({', '.join(names())}), not for a command.")
     try:
-        return HostCommand(words if len(words) > 1 else shlex.split(name))
+        line = words if len(words) > 1 else shlex.split(name)
     except ValueError as error:
         raise UserError(f"The command {name!r} cannot be split into words: {error}.") from error
+    # It runs elsewhere: what names a file here must still name it there.
+    return HostCommand([os.path.abspath(word) if os.path.exists(word) else word for word in line])
 
 
 def _tell(console: "Console", report: "Report") -> None:
-    from rich.table import Table
     from rich.text import Text
 
     ended = f"{report.outcome}{f': {report.detail}' if report.detail else ''}"
     console.print(Text(f"{report.harness}: {report.turns} turns in {report.seconds:.1f} s, {ended}"))
-
-    table = Table("endpoint", "protocol", "requests", "statuses", title="What it asks", title_justify="left")
-    for one in report.endpoints:
-        statuses = ", ".join(f"{count} × {status}" for status, count in one["statuses"].items())
-        table.add_row(
-            f"{one['method']} {one['path']}", one["protocol"] or "-", str(one["requests"]), Text(statuses)
-        )
-    console.print(table)
-    console.print(f"streams: {report.streaming}; repeated requests: {report.retried}")
-
-    table = Table("field", "fate", "example", "reason", title="Fields that it sends", title_justify="left")
-    for one in report.fields:
-        style = {"heeded": "", "ignored": "yellow", "refused": "red"}[one["fate"]]
-        table.add_row(Text(one["name"]), Text(one["fate"], style), Text(one["example"]), Text(one["reason"]))
-    console.print(table)
-    for refusal in report.refusals:
-        console.print(
-            Text(f"refused {refusal['requests']} × {refusal['path']}: {refusal['message']}", "yellow")
-        )
-
-    if report.rewrites:
-        _differences(
-            console,
-            "How answers come back",
-            "field",
-            [(f"{one.field} ({one.answers} answers)", one.held, one.sent) for one in report.rewrites],
-        )
-    else:
-        console.print("Every answer comes back as it was given.")
-    if report.lost:
-        lost = [(f"turn {one.node}, {one.field}", one.held, one.sent) for one in report.lost[:8]]
-        _differences(console, f"Turns that lose their history under {report.used}", "where", lost)
-    if report.side_requests:
-        console.print(
-            Text(f"side requests: {len(report.side_requests)}, such as {report.side_requests[0]!r}")
-        )
-    if report.taken_back:
-        console.print(f"answers dropped and asked for again: {report.taken_back}")
-
-    table = Table(
-        "matcher",
-        "turns that lose their history",
-        "conversations",
-        "refused by a linear session",
-        title="Matchers",
-        title_justify="left",
-    )
-    for name, fate in report.matchers.items():
-        marks = [
-            mark for mark, there in (("needed", report.needs), ("judged by", report.used)) if there == name
-        ]
-        named = f"{name} ({', '.join(marks)})" if marks else name
-        table.add_row(named, f"{fate.lost} of {report.turns}", str(fate.roots), str(fate.refused))
-    console.print(table)
-    for cause, count in report.mismatches.items():
-        console.print(Text(f"tito_session_mismatch: {count} × {cause}"))
-    console.print(
-        f"{report.prompts_in_rows} of {report.prompts} prompts stand in the session's rows to the token; "
-        f"{report.trained_tokens} of {report.sampled_tokens} sampled tokens carry loss"
-    )
+    if report.outcome == "crashed" and report.log:
+        console.print(Text(f"The end of its output:\n{report.log[-1500:]}", "dim"))
+    if report.endpoints:
+        _tell_wire(console, report)
+    if report.turns:
+        _tell_history(console, report)
     if report.token_exact:
         policy = "linear" if report.matchers[report.used].refused == 0 else "branching"
         console.print(
@@ -165,11 +114,65 @@ def _tell(console: "Console", report: "Report") -> None:
         console.print(Text(f"- {problem}", "red"))
 
 
-def _differences(console: "Console", title: str, first: str, rows: list[tuple[str, Any, Any]]) -> None:
+def _tell_wire(console: "Console", report: "Report") -> None:
+    from rich.text import Text
+
+    rows = [
+        (
+            f"{one['method']} {one['path']}",
+            one["protocol"] or "-",
+            str(one["requests"]),
+            ", ".join(f"{count} × {status}" for status, count in one["statuses"].items()),
+        )
+        for one in report.endpoints
+    ]
+    _table(console, "What it asks", ("endpoint", "protocol", "requests", "statuses"), rows)
+    console.print(f"streams: {report.streaming}; repeated requests: {report.retried}")
+    fields = [(one["name"], one["fate"], one["example"], one["reason"]) for one in report.fields]
+    _table(console, "Fields that it sends", ("field", "fate", "example", "reason"), fields)
+    for refusal in report.refusals:
+        told = f"refused {refusal['requests']} × {refusal['path']}: {refusal['message']}"
+        console.print(Text(told, "yellow"))
+
+
+def _tell_history(console: "Console", report: "Report") -> None:
+    from rich.text import Text
+
+    sides = ("held", "sent back")
+    if report.rewrites:
+        changed = [(f"{one.field} ({one.answers} answers)", one.held, one.sent) for one in report.rewrites]
+        _table(console, "How answers come back", ("field", *sides), changed)
+    else:
+        console.print("Every answer that it sends back is as it was given.")
+    if report.lost:
+        lost = [(f"turn {one.node}, {one.field}", one.held, one.sent) for one in report.lost[:8]]
+        _table(console, f"Turns that lose their history under {report.used}", ("where", *sides), lost)
+    if report.side_requests:
+        console.print(
+            Text(f"side requests: {len(report.side_requests)}, such as {report.side_requests[0]!r}")
+        )
+    if report.taken_back:
+        console.print(f"answers dropped and asked for again: {report.taken_back}")
+    marks = {report.used: " (judged by)", report.needs: " (needed)"}
+    fates = [
+        (f"{name}{marks.get(name, '')}", f"{fate.lost} of {report.turns}", str(fate.roots), str(fate.refused))
+        for name, fate in report.matchers.items()
+    ]
+    columns = ("matcher", "lose their history", "conversations", "refused if linear")
+    _table(console, "Matchers", columns, fates)
+    for cause, count in report.mismatches.items():
+        console.print(Text(f"tito_session_mismatch: {count} × {cause}"))
+    console.print(
+        f"{report.prompts_in_rows} of {report.prompts} prompts stand in the session's rows to the token; "
+        f"{report.trained_tokens} of {report.sampled_tokens} sampled tokens carry loss"
+    )
+
+
+def _table(console: "Console", title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(first, "held", "sent back", title=title, title_justify="left")
-    for where, held, sent in rows:
-        table.add_row(Text(where), Text(str(held)), Text(str(sent)))
+    table = Table(*columns, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*map(Text, row))
     console.print(table)
