@@ -11,6 +11,8 @@ all of them see the same machine. Printed:
   over all turns, and over the last turn of each session, where history is longest;
 - turns per second of CPU time of the server's process, which is its rate on a core of its own;
 - resident memory per session: what the server's process grew by, divided by the sessions that it holds.
+  With few sessions this is too little where they fit into memory that the start had left free, so the
+  gateway's own account of its sessions (`titogym_sessions_bytes`) stands beside it.
 """
 
 import argparse
@@ -63,6 +65,10 @@ class Connection:
     def __init__(self, url: str, key: str = "") -> None:
         self._http = http.client.HTTPConnection(urlsplit(url).netloc, timeout=120)
         self._headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+
+    def get(self, path: str) -> str:
+        self._http.request("GET", path, headers=self._headers)
+        return self._http.getresponse().read().decode()
 
     def post(self, path: str, body: bytes) -> tuple[bytes, float]:
         """The answer, and the seconds until all of it was there."""
@@ -199,6 +205,13 @@ def measure(
         server.growth += server.resident()
 
 
+def accounted(server: Server) -> float:
+    """Bytes per session by the gateway's own metrics."""
+    lines = server.connection.get("/metrics").splitlines()
+    values = {line.split(" ")[0]: float(line.split(" ")[1]) for line in lines if not line.startswith("#")}
+    return values["titogym_sessions_bytes"] / values["titogym_sessions"]
+
+
 def report(sessions: int, tokens: int, servers: Sequence[Server]) -> None:
     """One column per server; in brackets how many times better it is than the last one."""
     flat = [[ms for turn in server.added for ms in turn] for server in servers]
@@ -219,6 +232,8 @@ def report(sessions: int, tokens: int, servers: Sequence[Server]) -> None:
             ratio = value / values[-1] if "turns/s" in name else values[-1] / value
             cells[i] += f" ({ratio:.1f}x)"
         print(f"{name:<36}" + "".join(f"{cell:>20}" for cell in cells))
+    account = "".join(f"{accounted(server) / 1e3:>20,.0f}" for server in servers[:-1])
+    print(f"{'  by its own account (kB)':<36}{account}")
 
 
 @contextmanager
