@@ -31,11 +31,12 @@ def linear(tree: Tree, request: Lookup) -> Placement:
     tail = tree.nodes[-1]
     if tail in request.nodes:
         return Placement(tail)
-    if tail.parent is None:
-        if _repeats_request(tail, request) and not request.nodes:
-            return Placement(None, supersedes=tail)
-    elif tail.parent in request.nodes:
-        return Placement(tail.parent, supersedes=tail)
+    if not _rewrites_answer(tail, request):
+        if tail.parent is None:
+            if _repeats_request(tail, request) and not request.nodes:
+                return Placement(None, supersedes=tail)
+        elif tail.parent in request.nodes:
+            return Placement(tail.parent, supersedes=tail)
     for attempt in reversed(request.nodes):
         if attempt.parent is tail.parent and not attempt.children:
             return Placement(attempt, supersedes=tail)
@@ -56,6 +57,18 @@ def _repeats_request(root: Node, request: Lookup) -> bool:
     """Whether the request begins with all that was asked in `root`: the first turn sent once more."""
     asked = len(root.messages)
     return len(request.messages) >= asked and request.hashes[asked] == root.request_hash
+
+
+def _rewrites_answer(tail: Node, request: Lookup) -> bool:
+    """Whether the request goes on behind an answer in the tail's place that the tail does not match.
+
+    That is no retry: the harness had the answer and sends it back as another one, by this matcher. Taken
+    for a retry, it would put every turn but the last out of training without a word.
+    """
+    behind = tail.depth - 1  # where the answer stands if the request asks what the tail was asked
+    if len(request.messages) < behind or request.hashes[behind] != tail.request_hash:
+        behind = tail.parent.depth if tail.parent else 0
+    return any(message.role == "assistant" for message in request.messages[behind:])
 
 
 def branching(tree: Tree, request: Lookup) -> Placement:

@@ -121,6 +121,19 @@ def test_linear_refuses_what_diverges_earlier_and_changes_nothing(messages):
     assert snapshot(forest) == before
 
 
+def test_answer_that_comes_back_changed_is_no_retry():
+    """A harness that rewrites every answer would else push out each turn with the next one."""
+    forest = tree()
+    turn(forest, [U1], answer("a", "thought"))
+    with pytest.raises(RequestError, match="leaves the session's conversation"):
+        place(forest, [U1, answer("a"), U2], "linear")
+    turn(forest, [U1, answer("a", "thought"), U2], answer("b", "thought"))
+    with pytest.raises(RequestError, match="leaves the session's conversation"):
+        place(forest, [U1, answer("a", "thought"), U2, answer("b"), U3], "linear")
+    # The answer left out and other words in its place: that is the latest turn tried again.
+    assert place(forest, [U1, answer("a", "thought"), U3], "linear").supersedes is forest.nodes[1]
+
+
 def test_unrelated_first_request_does_not_push_the_first_turn_out():
     forest = tree()
     turn(forest, [U1], A1)
