@@ -99,7 +99,9 @@ class GatewaySection(Section):
 class EnvironmentSection(Section):
     """The tasks that training sees."""
 
-    source: Text = Field(description="Directory of tasks, or the name of a registered task generator.")
+    source: Text = Field(
+        description="Directory of tasks, or a name that `titogym env list` shows: `shell`, `starter`."
+    )
     split: Text = Field(default="train", description="Split of a generator to train on.")
     seed: int = Field(default=0, description="Seed of a generator's tasks.")
     count: Count | None = Field(
@@ -111,8 +113,13 @@ class EnvironmentSection(Section):
 class HarnessSection(Section):
     """The agent."""
 
-    name: Text = Field(default="openai_loop", description="Registered name or dotted path of the harness.")
-    options: dict[str, Any] = Field(default_factory=dict, description="Options of that harness.")
+    name: Text = Field(
+        default="openai_loop", description="`openai_loop`, `mini_swe_agent`, `command`, or a dotted path."
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Options of that harness: its fields, such as `system` of `openai_loop`.",
+    )
 
 
 class SandboxSection(Section):

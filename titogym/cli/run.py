@@ -36,7 +36,9 @@ class Attempt:
 
 def command(
     task_dir: Annotated[Path, typer.Argument(help="Task directory: task.toml, instruction.md, tests/.")],
-    harness: Annotated[str, typer.Option(help="The agent: a name, or a dotted path.")] = "openai_loop",
+    harness: Annotated[
+        str, typer.Option(help="The agent: openai_loop, mini_swe_agent, command, or a dotted path.")
+    ] = "openai_loop",
     engine: Annotated[str | None, typer.Option(help="Base URL of an SGLang server.")] = None,
     gateway: Annotated[
         str | None,

@@ -25,7 +25,8 @@ def command(
         str | None, typer.Option(help="Template family; default: recognised from the folder.")
     ] = None,
     admin_key: Annotated[
-        str | None, typer.Option(envvar="TITOGYM_ADMIN_KEY", help="Key of the admin routes.")
+        str | None,
+        typer.Option(envvar="TITOGYM_ADMIN_KEY", help="Key of the admin routes: 8 characters or more."),
     ] = None,
     journal: Annotated[
         Path | None, typer.Option(help="SQLite file that keeps sessions over a restart.")
