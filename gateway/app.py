@@ -22,6 +22,7 @@ from titogym.dotted import load
 from titogym.errors import UserError
 from titogym.gateway import inspection, openapi
 from titogym.gateway.answering import TurnResponse, error_response
+from titogym.gateway.comparing import LeafCounter
 from titogym.gateway.engines.base import Engine
 from titogym.gateway.engines.pool import EnginePool
 from titogym.gateway.errors import RequestError
@@ -69,6 +70,7 @@ class Gateway:
         self._model = assets.model_dir.name
         self._pool = EnginePool(engines, limit=settings.context_length)
         self._telemetry = Telemetry()
+        self._leaves = LeafCounter(assets, self._telemetry)
         self._store = SessionStore(
             Journal(settings.journal),
             self._telemetry,
@@ -77,6 +79,7 @@ class Gateway:
             max_bytes=settings.max_bytes,
             ttl=settings.ttl_seconds,
             idle=settings.idle_seconds,
+            departing=self._leaves.add,
         )
         self._service = TurnService(assets, self._pool, self._store)
         self._viewer = Viewer(self._store, assets)
@@ -118,9 +121,10 @@ class Gateway:
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        sweeper = asyncio.create_task(self._sweep())
+        background = [asyncio.create_task(self._sweep()), asyncio.create_task(self._leaves.run())]
         yield
-        sweeper.cancel()
+        for task in background:
+            task.cancel()
         self._store.close()
         await self._pool.close()
 
@@ -199,9 +203,7 @@ class Gateway:
 
     async def inspect(self, request: Request) -> Response:
         session = self._store.get(request.path_params["id"])
-        report = await asyncio.to_thread(inspection.report, session, self._assets)
-        self._telemetry.compared(report["tito_session_mismatch"].elements())
-        return Json(report)
+        return Json(await asyncio.to_thread(inspection.report, session, self._assets))
 
     async def turns(self, request: Request) -> Response:
         return Json({"turns": inspection.turns(self._store.get(request.path_params["id"]))})
@@ -215,6 +217,7 @@ class Gateway:
             found = cut(session.id, session.tree, picker, shape)
         except UserError as error:
             raise RequestError(str(error), param="picker") from error
+        self._leaves.add(session)
         answer: dict[str, Any] = {"trajectories": found}
         if request.query_params.get("texts"):
             decode = self._assets.tokenizer.decode

@@ -70,13 +70,13 @@ class Telemetry:
         _log("refused", session, level, code=error.code, status=error.status, message=error.message)
 
     def compared(self, types: Iterable[str]) -> None:
-        """A session's row was compared with a fresh rendering, which found differences of these types."""
-        self._add("titogym_sessions_compared_total")
+        """A leaf's row was compared with a fresh rendering, which found differences of these types."""
+        self._add("titogym_leaves_compared_total")
         found = Counter(types)
         for kind, count in found.items():
             self._add("titogym_session_mismatches_total", count, type=kind)
         if found:
-            self._add("titogym_sessions_mismatched_total")
+            self._add("titogym_leaves_mismatched_total")
 
     def engines(self, statuses: Iterable[EngineStatus]) -> None:
         """Log engines that changed."""

@@ -25,6 +25,7 @@ class Diagnostics:
     aborted: int = 0  # turns whose client went away
     joined: int = 0  # retries of a request in flight
     replayed: int = 0  # retries that were given an answer again
+    compared: int = 0  # nodes whose leaves `tito_session_mismatch` has counted
 
     def failed(self, error: RequestError) -> None:
         self.errors[error.code] = self.errors.get(error.code, 0) + 1

@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 
 from titogym.gateway.errors import RequestError
@@ -11,6 +12,8 @@ from titogym.gateway.sessions.spec import SessionSpec
 from titogym.gateway.sessions.tree import Node
 from titogym.gateway.telemetry import Telemetry
 from titogym.templates.conversation import Message
+
+_RESTORED_PER_SWEEP = 10  # expired sessions that are read once more, lest turns wait for them
 
 
 class SessionStore:
@@ -26,10 +29,12 @@ class SessionStore:
         max_bytes: int,
         ttl: float,
         idle: float,
+        departing: Callable[[Session], None],
     ) -> None:
         """`ttl` and `idle` are seconds since a session's last use: until it is deleted, or leaves memory.
 
-        `max_turns` bounds each session, `max_bytes` what all sessions in memory take.
+        `max_turns` bounds each session, `max_bytes` what all sessions in memory take. `departing` is called
+        with each session that is deleted while it holds turns that `Diagnostics.compared` leaves out.
         """
         self._journal = journal
         self._telemetry = telemetry
@@ -38,6 +43,7 @@ class SessionStore:
         self._max_bytes = max_bytes
         self._ttl = ttl
         self._idle = idle
+        self._departing = departing
         self._records = {record.id: record for record in journal.sessions()}
         self._live: dict[str, Session] = {}
         self.size = 0  # bytes of the sessions in memory, about
@@ -129,6 +135,10 @@ class SessionStore:
             self.size -= session.size
             for task in list(session.tasks):
                 task.cancel()
+        elif _uncounted(self._records[id]):
+            session = self._restore(self._records[id])
+        if session is not None and session.diagnostics.compared < len(session.tree.nodes):
+            self._departing(session)
         del self._records[id]
         self._journal.delete(id)
         self._telemetry.deleted(id, expired)
@@ -136,13 +146,17 @@ class SessionStore:
     def sweep(self) -> None:
         """Delete sessions past their time to live; let idle ones leave memory."""
         self.size = sum(session.size for session in self._live.values())
-        now = time.time()
+        now, restored = time.time(), 0
         for id, record in list(self._records.items()):
             session = self._live.get(id)
             if session is not None and not session.idle:
                 continue
             unused = now - (session.touched if session else record.touched)
             if unused > record.spec.get("ttl_seconds", self._ttl):
+                if session is None and _uncounted(record):
+                    restored += 1
+                    if restored > _RESTORED_PER_SWEEP:
+                        continue  # until the next sweep
                 self.delete(id, expired=True)
             elif session is not None and unused > self._idle:
                 self._evict(session)
@@ -188,3 +202,9 @@ class SessionStore:
         for node in session.tree.nodes:
             session.attempts.done(node)
         return session
+
+
+def _uncounted(record: Record) -> bool:
+    """Whether a session out of memory holds turns that `Diagnostics.compared` leaves out."""
+    compared: int = record.diagnostics.get("compared", 0)
+    return compared < record.turns

@@ -19,7 +19,13 @@ from titogym.templates.conversation import Message, Prefix, ToolCall
 
 
 def open_store(
-    path, max_sessions=10, max_turns=100, max_bytes=1 << 30, ttl=1000.0, idle=1000.0
+    path,
+    max_sessions=10,
+    max_turns=100,
+    max_bytes=1 << 30,
+    ttl=1000.0,
+    idle=1000.0,
+    departing=lambda session: None,
 ) -> SessionStore:
     return SessionStore(
         Journal(path),
@@ -29,6 +35,7 @@ def open_store(
         max_bytes=max_bytes,
         ttl=ttl,
         idle=idle,
+        departing=departing,
     )
 
 
@@ -132,6 +139,41 @@ def test_unused_sessions_are_deleted_after_their_time_to_live(tmp_path):
         store.get(brief.id)
     assert store.get(long.id) is long
     assert [record.id for record in open_store(tmp_path / "j").records()] == [long.id]
+
+
+def test_what_expires_uncounted_is_handed_over_once_more(tmp_path):
+    """Whether it is in memory or not; what was counted is not read from the journal again."""
+    left: list[Session] = []
+    store = open_store(tmp_path / "j", ttl=50.0, idle=5.0, departing=left.append)
+    live, out, counted, empty = (store.create(SessionSpec()) for _ in range(4))
+    for session in (live, out, counted):
+        commit(store, session, [user("1")], answer("a"))
+    counted.diagnostics.compared = 1
+    for session in (out, counted):
+        session.touched -= 10
+    store.sweep()
+    assert set(store.in_memory) == {live, empty}
+    store.delete(live.id)
+    store.delete(empty.id)
+    for id in (out.id, counted.id):
+        store.delete(id, expired=True)
+    assert left[0] is live
+    assert [session.id for session in left] == [live.id, out.id]
+    assert described(left[1]) == described(out)
+
+
+def test_many_that_expire_unread_go_over_several_sweeps(tmp_path):
+    store = open_store(tmp_path / "j", max_sessions=25)
+    for _ in range(25):
+        commit(store, store.create(SessionSpec()), [user("1")], answer("a"))
+    left: list[Session] = []
+    again = open_store(tmp_path / "j", ttl=-1.0, departing=left.append)
+    remaining = []
+    for _ in range(3):
+        again.sweep()
+        remaining.append(len(again))
+    assert remaining == [15, 5, 0]
+    assert len(left) == 25
 
 
 def test_full_gateway_refuses_another_session_until_one_goes():

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import signal
+import time
 from collections import Counter
 
 import httpx
@@ -52,8 +53,6 @@ def test_metrics_count_what_happened(serve):
     assert seen["titogym_sessions"] == seen["titogym_sessions_created_total"] == 1
     assert seen["titogym_sessions_bytes"] > 2 * 2000
     assert seen["titogym_turns_in_flight"] == 0
-    assert seen["titogym_sessions_compared_total"] == 1
-    assert "titogym_sessions_mismatched_total" not in seen
     engine = f'{{url="{stand.engine.url}"}}'
     assert seen[f"titogym_engine_up{engine}"] == 1
     httpx.delete(f"{stand.url}/sessions/{session.id}")
@@ -67,10 +66,48 @@ def test_mismatches_are_counted_by_type(serve):
     client.chat.completions.create(model="m", messages=[USER])
     rewritten = {"role": "assistant", "content": "quite another answer"}
     client.chat.completions.create(model="m", messages=[USER, rewritten, USER])
-    httpx.get(f"{stand.url}/sessions/{session.id}").raise_for_status()
-    seen = metrics(stand.url)
-    assert seen["titogym_sessions_mismatched_total"] == 1
+    httpx.delete(f"{stand.url}/sessions/{session.id}").raise_for_status()
+    seen = compared(stand.url, 1)
+    assert seen["titogym_leaves_mismatched_total"] == 1
     assert seen['titogym_session_mismatches_total{type="assistant_text"}'] == 1
+
+
+def compared(url: str, leaves: int) -> dict[str, float]:
+    """The metrics once so many leaves are counted, which happens beside the requests."""
+    until = time.monotonic() + 10
+    while (seen := metrics(url)).get("titogym_leaves_compared_total", 0) < leaves:
+        assert time.monotonic() < until, seen
+        time.sleep(0.01)
+    return seen
+
+
+def test_each_leaf_is_counted_once(serve):
+    stand = serve(["one", "two", "three", "four", "five"])
+    session, other = create(stand.url, policy="branching"), create(stand.url)
+
+    def say(*texts: str) -> None:
+        roles = ("user", "assistant")
+        messages = [{"role": roles[n % 2], "content": text} for n, text in enumerate(texts)]
+        sdk(session).chat.completions.create(model="m", messages=messages)
+
+    def collect() -> None:
+        httpx.get(f"{stand.url}/sessions/{session.id}/trajectories").raise_for_status()
+
+    say("a")
+    say("a", "one", "b")
+    collect()
+    assert compared(stand.url, 1)["titogym_leaves_compared_total"] == 1
+    collect()
+    httpx.get(f"{stand.url}/sessions/{session.id}").raise_for_status()
+    say("a", "one", "another b")  # a second leaf
+    collect()
+    assert compared(stand.url, 2)["titogym_leaves_compared_total"] == 2
+    httpx.delete(f"{stand.url}/sessions/{session.id}")
+    ask(other)
+    httpx.delete(f"{stand.url}/sessions/{other.id}")
+    seen = compared(stand.url, 3)
+    assert seen["titogym_leaves_compared_total"] == 3
+    assert "titogym_leaves_mismatched_total" not in seen
 
 
 class whatever:
