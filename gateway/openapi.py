@@ -47,6 +47,16 @@ def _admin_paths() -> Json:
         "/health": {"get": _operation("Whether the gateway runs", _object())},
         "/ready": {"get": _operation("Whether an engine answers", _object(), errors=(503,))},
         "/metrics": {"get": _operation("Metrics for Prometheus", {"text/plain": {}}, security=_ADMIN)},
+        "/engines": {
+            "get": _operation("The state of each engine", _object(_ref("Engines")), security=_ADMIN),
+            "post": _operation(
+                "Give an engine no new requests, or give it some again",
+                _object(_ref("Engine")),
+                (400, 404, 413),
+                _ADMIN,
+                body=_ref("Drain"),
+            ),
+        },
         "/sessions": {
             "get": _operation("List sessions", _object(), security=_ADMIN),
             "post": _operation(
@@ -85,7 +95,7 @@ def _model_paths(base: str) -> Json:
     refusals = (400, 401, 404, 409, 413, 503)
 
     def turn(summary: str, body: str, answer: str, error: str = "OpenAIError") -> Json:
-        answers = {**_object(_ref(answer)), "text/event-stream": {"schema": {"type": "string"}}}
+        answers = {**_object(_ref(answer)), "text/event-stream": {}}
         made = _operation(summary, answers, refusals, security, body=_ref(body), error=error)
         return {"parameters": id, "post": made}
 
@@ -218,6 +228,25 @@ _CALL = {
     "required": ["id", "type", "function"],
 }
 _SCHEMAS: Json = {
+    "Engine": {
+        "type": "object",
+        "properties": {
+            "url": {"type": "string"},
+            "state": {"enum": ["up", "down", "draining"]},
+            "in_flight": {"type": "integer", "minimum": 0},
+        },
+        "required": ["url", "state", "in_flight"],
+    },
+    "Engines": {
+        "type": "object",
+        "properties": {"engines": {"type": "array", "items": _ref("Engine")}},
+        "required": ["engines"],
+    },
+    "Drain": {
+        "type": "object",
+        "properties": {"url": {"type": "string"}, "draining": {"type": "boolean"}},
+        "required": ["url", "draining"],
+    },
     "Session": {
         "type": "object",
         "properties": {name: {"type": "string"} for name in ("id", "base_url", "api_key")},
