@@ -7,6 +7,7 @@ and writes to a log whose last lines become the error message when it fails to s
 
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -32,6 +33,12 @@ def die_with_parent(parent: int | None = None) -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if parent is not None and os.getppid() != parent:
             os._exit(1)
+
+
+def program() -> str:
+    """How the person at the keyboard calls titogym: by name, or by path where it is not on the PATH."""
+    by_path = Path(sys.argv[0]).name == "titogym" and shutil.which("titogym") is None
+    return sys.argv[0] if by_path else "titogym"
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from titogym import __version__
+from titogym.processes import program
 from titogym.trainer.charts import Series, line_chart
 from titogym.trainer.metrics import MEANINGS
 from titogym.trainer.progress import COLUMNS
@@ -71,9 +72,11 @@ def finish(run: RunDirectory, console: Console) -> None:
         page = write_html(run)
         console.print(f"Reward plot:  {plot}", highlight=False, soft_wrap=True)
         console.print(f"Report:       {page}", highlight=False, soft_wrap=True)
-    places = [place for place, _ in choose(list(run.trajectories()))]
-    if places:
-        command = f"titogym show {run.path} --trajectory {places[-1]}"
+    shown = choose(list(run.trajectories()))
+    if shown:
+        trained = [kept for kept in shown if not kept[0].startswith("eval-")] or shown
+        best = max(reversed(trained), key=lambda kept: kept[1]["reward"] or 0.0)[0]  # of equals the latest
+        command = f"{program()} show {run.path} --trajectory {best}"
         console.print(f"One trajectory, token by token:  {command}", highlight=False, soft_wrap=True)
 
 

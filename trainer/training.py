@@ -37,7 +37,7 @@ def run_training(config: RunConfig, console: Console, *, resume: bool = False) -
     run cannot start or go on, `KeyboardInterrupt` or `asyncio.CancelledError` when it was stopped by
     SIGINT or SIGTERM. No process and no sandbox is left on any way out.
     """
-    prepared = _prepare(config)  # what can be wrong without any process running is found first
+    prepared = prepare(config)  # what can be wrong without any process running is found first
     run = (RunDirectory.reopen if resume else RunDirectory.create)(config.run.dir, config)
     progress = Progress(console)
     checkpoints = run.checkpoints()
@@ -80,14 +80,16 @@ def _logging_to(path: Path) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
+class Prepared:
+    """What the configuration names, found."""
+
     tasks: Sequence[Task]
     eval_tasks: Sequence[Task]
     harness: Harness
     tokenizer: Tokenizer
 
 
-def _prepare(config: RunConfig) -> _Prepared:
+def prepare(config: RunConfig) -> Prepared:
     """Everything that is found by name or read from disk. Raises `UserError` where it is not there."""
     tokenizer = Tokenizer.load(config.model.dir)
     resolve(config.model.dir, config.model.family)
@@ -104,7 +106,7 @@ def _prepare(config: RunConfig) -> _Prepared:
                 f"{len(both)} held-out tasks are among those that training sees ({min(both)}, ...): choose "
                 "another eval.source, eval.split or eval.seed."
             )
-    return _Prepared(
+    return Prepared(
         tasks=[_limited(task, config.rollout) for task in tasks],
         eval_tasks=[_limited(task, config.rollout) for task in eval_tasks],
         harness=harness(config.harness.name, **config.harness.options),
@@ -121,7 +123,7 @@ def _limited(task: Task, rollout: RolloutSection) -> Task:
 
 
 async def _train(
-    config: RunConfig, prepared: _Prepared, up: services.Services, run: RunDirectory, progress: Progress
+    config: RunConfig, prepared: Prepared, up: services.Services, run: RunDirectory, progress: Progress
 ) -> None:
     _cancel_on_sigterm()
     async with _parts(config, prepared, up) as parts:
@@ -136,7 +138,7 @@ def _cancel_on_sigterm() -> None:
 
 
 @asynccontextmanager
-async def _parts(config: RunConfig, prepared: _Prepared, up: services.Services) -> AsyncIterator[Parts]:
+async def _parts(config: RunConfig, prepared: Prepared, up: services.Services) -> AsyncIterator[Parts]:
     """The driver's parts on top of the running services."""
     backend = LocalBackend(config.sandbox.root, {"run": config.run.dir.name})
     try:

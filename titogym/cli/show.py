@@ -28,6 +28,8 @@ def command(
     Dim tokens came from the template, the task or a tool and carry no loss. The others were sampled by the
     model: green is likely, red is unlikely; without colours they stand in ⟦brackets⟧.
     """
+    if not (run_dir / "config.json").exists() and (run_dir / "run" / "config.json").exists():
+        run_dir /= "run"  # the folder of a quickstart holds its model beside its run
     run = RunDirectory(run_dir)
     run.config()
     kept = list(run.trajectories())

@@ -24,7 +24,9 @@ def command(
             "--set", metavar="KEY=VALUE", help="Override one key, for example rollout.temperature=0.7."
         ),
     ] = None,
-    check: Annotated[bool, typer.Option("--check", help="Only check the configuration.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only check the configuration and what it names.")
+    ] = False,
     print_config_reference: Annotated[
         bool, typer.Option("--print-config-reference", help="Print every key with its meaning, as Markdown.")
     ] = False,
@@ -44,18 +46,18 @@ def command(
     if config is None:
         raise typer.BadParameter("give a configuration file", param_hint="CONFIG")
     loaded = load_config(config, overrides or [])
-    if check:
-        typer.echo(f"{config} is a valid configuration.")
-        return
-
     try:
         from titogym.trainer import report
-        from titogym.trainer.training import run_training
+        from titogym.trainer.training import prepare, run_training
     except ModuleNotFoundError as error:
         raise UserError(
             f"Training needs the package {error.name}: install it with pip install 'titogym[train]'."
         ) from None
 
+    if check:
+        prepare(loaded)
+        typer.echo(f"{config} is a valid configuration, and all that it names is there.")
+        return
     console = Console()
     try:
         run = run_training(loaded, console, resume=resume)

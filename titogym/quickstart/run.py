@@ -10,6 +10,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from titogym.errors import UserError
 from titogym.gateway.engines.environment import engine_python
+from titogym.processes import program
 from titogym.quickstart.model import prepare_model
 from titogym.trainer import report
 from titogym.trainer.config import RunConfig, load_config
@@ -56,7 +57,7 @@ def resume_command(directory: Path, seed: int, overrides: Sequence[str]) -> str:
     """The command line that continues an interrupted quickstart."""
     sets = [word for override in overrides for word in ("--set", override)]
     return shlex.join(
-        ["titogym", "quickstart", "--dir", str(directory), "--seed", str(seed), *sets, "--resume"]
+        [program(), "quickstart", "--dir", str(directory), "--seed", str(seed), *sets, "--resume"]
     )
 
 
