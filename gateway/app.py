@@ -195,7 +195,13 @@ class Gateway:
             )
         session = self._store.create(spec)
         root = (self._settings.public_url or str(request.base_url)).rstrip("/")
-        answer = {"id": session.id, "base_url": f"{root}/sessions/{session.id}/v1", "api_key": session.id}
+        home = f"{root}/sessions/{session.id}"
+        answer = {
+            "id": session.id,
+            "base_url": f"{home}/v1",
+            "anthropic_base_url": home,
+            "api_key": session.id,
+        }
         return Json(answer, 201)
 
     async def index(self, request: Request) -> Response:
@@ -361,9 +367,21 @@ def application(settings: GatewaySettings, assets: ModelAssets, engines: Sequenc
 
 def _json(body: bytes) -> Any:
     try:
-        return orjson.loads(body)
+        value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise RequestError(f"The request body is not JSON: {error}.") from None
+    try:  # what can be read need not be as shallow as what can be written: to the journal, or to an engine
+        orjson.dumps(_deeper(value))
+    except orjson.JSONEncodeError:
+        raise RequestError("The request body is nested too deeply.") from None
+    return value
+
+
+def _deeper(value: Any) -> Any:
+    """The value inside more lists than the gateway ever puts around a part of a request."""
+    for _ in range(16):
+        value = [value]
+    return value
 
 
 def _input_tokens(count: int) -> dict[str, Any]:
@@ -377,7 +395,7 @@ def _response_tokens(count: int) -> dict[str, Any]:
 def _retried(request: Request) -> bool:
     """Whether the client's SDK says that it sends this request once more."""
     count = request.headers.get("x-stainless-retry-count", "")
-    return count.isdecimal() and int(count) > 0
+    return count.isdecimal() and count.strip("0") != ""
 
 
 def _bearer(request: Request) -> str:

@@ -15,10 +15,14 @@ from titogym.gateway.trajectories import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class SessionHandle:
-    """What an agent needs to use a session. `base_url` ends in `/v1`."""
+    """What an agent needs to use a session.
+
+    `base_url` ends in `/v1`, as OpenAI's SDKs want it; Anthropic's, which add it, want `anthropic_base_url`.
+    """
 
     id: str
     base_url: str
+    anthropic_base_url: str
     api_key: str
 
 

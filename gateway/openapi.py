@@ -227,6 +227,7 @@ _CALL = {
     },
     "required": ["id", "type", "function"],
 }
+_SESSION = ["id", "base_url", "anthropic_base_url", "api_key"]
 _SCHEMAS: Json = {
     "Engine": {
         "type": "object",
@@ -249,8 +250,8 @@ _SCHEMAS: Json = {
     },
     "Session": {
         "type": "object",
-        "properties": {name: {"type": "string"} for name in ("id", "base_url", "api_key")},
-        "required": ["id", "base_url", "api_key"],
+        "properties": {name: {"type": "string"} for name in _SESSION},
+        "required": _SESSION,
     },
     "Answer": _OBJECT,
     "OpenAIError": {

@@ -21,6 +21,11 @@ class Connection:
     model: str
     env: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def anthropic_base_url(self) -> str:
+        """For Anthropic's SDKs, which add `/v1` themselves."""
+        return self.base_url.removesuffix("/v1")
+
 
 @dataclass(frozen=True, slots=True)
 class HarnessResult:

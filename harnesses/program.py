@@ -40,13 +40,12 @@ async def run_program(
 
 def environment(connection: Connection) -> dict[str, str]:
     """The variables by which SDKs and agent programs find their model."""
-    root = connection.base_url.removesuffix("/v1")
     return {
         "OPENAI_BASE_URL": connection.base_url,
         "OPENAI_API_BASE": connection.base_url,
         "OPENAI_API_KEY": connection.api_key,
         "OPENAI_MODEL": connection.model,
-        "ANTHROPIC_BASE_URL": root,
+        "ANTHROPIC_BASE_URL": connection.anthropic_base_url,
         "ANTHROPIC_API_KEY": connection.api_key,
         "ANTHROPIC_AUTH_TOKEN": connection.api_key,
         "ANTHROPIC_MODEL": connection.model,

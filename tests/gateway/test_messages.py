@@ -30,8 +30,7 @@ ODD_CALL = '<tool_call>\n{"name": "bash", "arguments": { "command" : "ls" , "n" 
 
 
 def sdk(session, **options) -> Anthropic:
-    base = session.base_url.removesuffix("/v1")
-    return Anthropic(base_url=base, api_key=session.api_key, max_retries=0, **options)
+    return Anthropic(base_url=session.anthropic_base_url, api_key=session.api_key, max_retries=0, **options)
 
 
 def ask(client: Anthropic, messages: list[Any], stream: bool = False, **options) -> anthropic.types.Message:
