@@ -12,7 +12,7 @@ from titogym.gateway.sessions.journal import Journal
 from titogym.gateway.sessions.session import Session
 from titogym.gateway.sessions.spec import Sampling, SessionSpec, parse_spec
 from titogym.gateway.sessions.store import SessionStore
-from titogym.gateway.sessions.tree import Node, conversation, row
+from titogym.gateway.sessions.tree import Node, Receipt, conversation, row
 from titogym.gateway.telemetry import Telemetry
 from titogym.gateway.trajectories import cut
 from titogym.templates.conversation import Message, Prefix, ToolCall
@@ -249,6 +249,23 @@ def test_deleted_sessions_leave_nothing_on_disk(tmp_path):
     assert counts.fetchone() == (0, 0)
     with pytest.raises(RequestError, match="no such session"):
         store.delete(session.id)
+
+
+def test_a_journal_of_before_there_were_receipts_is_read(tmp_path):
+    store = open_store(tmp_path / "j")
+    session = store.create(SessionSpec())
+    commit(store, session, [user("1")], answer("a"))
+    commit(store, session, [user("1"), answer("a"), user("2")], answer("b"))
+    old = sqlite3.connect(tmp_path / "j")
+    with old:
+        old.execute("UPDATE nodes SET meta = CAST(json_remove(CAST(meta AS TEXT), '$.receipt') AS BLOB)")
+    [(meta,)] = old.execute("SELECT meta FROM nodes WHERE id = 0")
+    assert b"receipt" not in meta
+    restored = open_store(tmp_path / "j").get(session.id)
+    assert described(restored) == described(session)
+    assert [node.receipt for node in restored.tree.nodes] == [Receipt(created=0)] * 2
+    assert restored.tree.answers == {}
+    assert restored.attempts.earlier(Receipt(), retried=True) is None
 
 
 def test_journal_that_cannot_be_opened_is_the_users_to_mend(tmp_path):
