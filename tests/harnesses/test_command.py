@@ -75,7 +75,7 @@ async def test_an_attempt_is_graded_and_its_tokens_are_those_of_the_engine(
 
 
 async def test_nothing_but_the_gateway_can_be_reached(world: World, agent: Command) -> None:
-    port = world.gateway.url.rpartition(":")[2]
+    port = world.gateway.urls[0].rpartition(":")[2]
     probes = [
         f"curl -sS -m 3 http://127.0.0.1:{port}/health",
         "curl -sS -m 3 http://1.1.1.1",
@@ -163,7 +163,7 @@ async def test_an_engine_that_fails_is_told_from_a_program_that_crashes(world: W
 
 
 async def test_a_gateway_without_a_key_serves_no_program_inside(world: World, agent: Command) -> None:
-    async with GatewayClient(world.gateway.url) as unguarded:
+    async with GatewayClient(world.gateway.urls) as unguarded:
         result = await run_episode(task(), harness=agent, backend=world.backend, gateway=unguarded)
     assert result.outcome == "setup_error"
     assert "--admin-key" in (result.error or "")
