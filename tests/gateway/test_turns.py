@@ -566,6 +566,24 @@ def test_oversized_and_broken_bodies(serve):
         response = httpx.post(url, content=body)
         assert response.status_code == 400, body
         assert response.json()["error"]["type"] == "invalid_request_error"
-    assert httpx.post(f"{session.base_url}/completions", json={"prompt": "x"}).status_code == 404
     assert httpx.post(f"{session.base_url}/embeddings", json={}).json()["error"]["code"] == "no_such_endpoint"
     assert stand.engine.requests == []
+
+
+@pytest.mark.parametrize("by_path", [True, False])
+def test_text_completions_are_refused_with_advice(serve, by_path):
+    stand = serve(["hi"])
+    session = create(stand.url)
+    client = sdk(session) if by_path else OpenAI(base_url=f"{stand.url}/v1", api_key=session.id)
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="m", prompt="x")
+    assert caught.value.response.json() == {
+        "error": {
+            "message": "Text completions bypass the chat template: use /v1/chat/completions.",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "unsupported_endpoint",
+        }
+    }
+    assert stand.engine.requests == []
+    assert inspect(stand.url, session)["turns"] == 0
