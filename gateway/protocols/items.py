@@ -22,7 +22,7 @@ CUSTOM_PARAMETERS = {  # how a template is told of a tool that takes text
     "properties": {"input": {"type": "string"}},
     "required": ["input"],
 }
-_ITEM_ID = re.compile(r"(?:rs|msg|fc|ctc)_([0-9a-f]{24})(?:_(\d+))?")
+_ITEM_ID = re.compile(r"(?:rs|msg|fc|ctc)_([0-9a-f]{24})(?:_([0-9]{1,6}))?")
 _ROLES: dict[str, Role] = {
     "system": "system",
     "developer": "system",
@@ -234,7 +234,7 @@ class ItemReader:
         id = string(item.get("id"), f"{where}.id")
         source = self._source(item)
         if source is None or source.receipt.echo.get("store") is False:
-            raise RequestError(f"{where}: item with id '{id}' not found.", status=404, param=where)
+            raise _no_item(id, where)
         kind = id.partition("_")[0]
         if kind == "rs":
             self._part("reasoning", item).reasoning = source.answer.reasoning
@@ -243,6 +243,8 @@ class ItemReader:
         else:
             found = _ITEM_ID.fullmatch(id)
             index = int(found[2] or 0) if found else 0
+            if index >= len(source.answer.tool_calls):
+                raise _no_item(id, where)
             self._part("call", item).calls += source.answer.tool_calls[index : index + 1]
 
     def _source(self, item: Mapping[str, Any]) -> Node | None:
@@ -279,6 +281,10 @@ class ItemReader:
                 )
             texts.append(text)
         return "".join(texts)
+
+
+def _no_item(id: str, where: str) -> RequestError:
+    return RequestError(f"{where}: item with id '{id}' not found.", status=404, param=where)
 
 
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")

@@ -119,7 +119,7 @@ def items_page(node: Node, query: Mapping[str, str]) -> dict[str, Any]:
         items.reverse()
     ids = [item["id"] for item in items]
     limit = query.get("limit", "20")
-    if not limit.isdecimal() or not 1 <= int(limit) <= 100:
+    if not limit.isdecimal() or len(limit) > 3 or not 1 <= int(limit) <= 100:
         raise RequestError("limit must be a number from 1 to 100.", param="limit")
     after = query.get("after")
     if after is not None and after not in ids:

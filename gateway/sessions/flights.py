@@ -135,8 +135,9 @@ class Attempts:
 
     def _landed(self, flight: Flight) -> None:
         request = flight.receipt.request
-        if self._flights.get(request) is flight:
-            del self._flights[request]
+        if self._flights.get(request) is not flight:
+            return  # a later attempt has its place, and its key
+        del self._flights[request]
         if flight.receipt.key and request not in self._done:
             self._keys.pop(flight.receipt.key, None)
 

@@ -11,10 +11,12 @@ from titogym.gateway.sessions.policies import policy
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+Whole = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]  # as much as every JSON writer takes
+Count = Annotated[int, Field(ge=1, lt=1 << 63)]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Sampling(_Strict):
@@ -22,13 +24,13 @@ class Sampling(_Strict):
 
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
     min_p: Share | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Count | None = None
     stop: tuple[str, ...] | None = None
-    seed: int | None = None
+    seed: Whole | None = None
     json_schema: str | None = None
     ignore_eos: bool | None = None
 
@@ -36,8 +38,8 @@ class Sampling(_Strict):
 class Limits(_Strict):
     """Budgets of the whole session; a turn that was sampled again counts once."""
 
-    turns: Annotated[int, Field(ge=1)] | None = None
-    tokens: Annotated[int, Field(ge=1)] | None = None  # sampled tokens
+    turns: Count | None = None
+    tokens: Count | None = None  # sampled tokens
 
 
 class SessionSpec(_Strict):

@@ -31,6 +31,7 @@ MOST_TOKENS = 4096  # of one answer
 MOST_MISMATCHES = 200
 _SHOWN_TOKENS = 256  # of one side of a mismatch
 _CONTEXT_TOKENS = 16  # ahead of a mismatch and behind it
+_LONGEST_NUMBER = 9  # digits of a turn's number
 _COMPARED_SESSIONS = 64  # whose mismatches are kept
 
 _FILES = {
@@ -68,8 +69,8 @@ class Viewer:
             "tree": self.tree,
             "summary": self.summary,
             "mismatches": self.mismatches,
-            "rows/{node:int}": self.row,
-            "rows/{node:int}/tokens": self.tokens,
+            "rows/{node}": self.row,
+            "rows/{node}/tokens": self.tokens,
         }
         return [
             *(Route("/viewer" + path, _file(*file)) for path, file in _FILES.items()),
@@ -142,9 +143,10 @@ class Viewer:
         """The node that is asked for, and in which leaf's trajectory each node carries loss."""
         tree = self._session(request).tree
         number = request.path_params["node"]
-        if number >= len(tree.nodes):
+        known = number.isdecimal() and len(number) <= _LONGEST_NUMBER
+        if not known or int(number) >= len(tree.nodes):
             raise RequestError(f"The session has no turn {number}.", status=404, code="no_such_turn")
-        return tree.nodes[number], rows.trained_in(unsuperseded(tree))
+        return tree.nodes[int(number)], rows.trained_in(unsuperseded(tree))
 
     async def _mismatches(self, session: Session) -> list[tuple[Node, Mismatch]]:
         async with self._comparing:

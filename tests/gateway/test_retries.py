@@ -14,6 +14,9 @@ from tests.doubles.scripted_engine import Fault
 from tests.gateway.test_messages import TOOLS as MESSAGES_TOOLS
 from tests.gateway.test_responses import TOOLS as RESPONSES_TOOLS
 from tests.gateway.test_turns import CALL, THINK, TOOLS, USER, create, inspect, replay, sdk
+from titogym.gateway.sessions.flights import Attempts
+from titogym.gateway.sessions.tree import Receipt
+from titogym.gateway.sessions.turn import Planned
 
 Json = dict[str, Any]
 
@@ -168,3 +171,28 @@ def test_a_lost_first_reply_does_not_poison_the_session(serve):
         messages += [replay(client.chat.completions.create(model="m", messages=messages)), USER]
     report = inspect(stand.url, session)
     assert (report["turns"], report["counters"]["superseded"], report["errors"]) == (2, 1, {})
+
+
+async def test_a_retry_while_the_first_attempt_ends_keeps_its_key():
+    ended, attempts = asyncio.Event(), Attempts()
+    receipt = Receipt(request="asked", key="k")
+
+    async def sampling():
+        try:
+            await asyncio.sleep(60)
+            yield Planned(1)
+        finally:
+            await ended.wait()  # as an engine is told to stop
+
+    first = attempts.start(receipt, sampling)
+    reader = first.board()
+    await asyncio.sleep(0)
+    await reader.aclose()
+    assert attempts.earlier(receipt, False) is None
+    second = attempts.start(receipt, sampling)
+    reader = second.board()
+    ended.set()
+    await asyncio.wait([first.task])
+    await asyncio.sleep(0)
+    assert attempts.earlier(receipt, False) is second
+    await reader.aclose()

@@ -12,6 +12,10 @@ from titogym.templates.conversation import Message
 from titogym.templates.family import Family
 from titogym.templates.tokenizer import Tokenizer
 
+# Parsers copy what is left of a piece at each mark in it: pieces of a bounded length (characters) keep the
+# time of an answer that comes whole, and is full of marks, proportional to its length.
+_PIECE = 2048
+
 
 class AnswerParser:
     """Decodes and parses one answer, each token once.
@@ -50,7 +54,11 @@ class AnswerParser:
         ids, self._last = [*self._last, *ids], []
         if ids and ids[-1] in self._stop_ids:
             self._last = [ids.pop()]
-        return self._collect(self._split.push(self._stops.push(self._decoder.push(ids))))
+        text = self._decoder.push(ids)
+        events: list[Event] = []
+        for at in range(0, len(text), _PIECE):
+            events += self._collect(self._split.push(self._stops.push(text[at : at + _PIECE])))
+        return events
 
     def finish(self) -> list[Event]:
         """The last events. A stop token at the end has done its work and is dropped."""
