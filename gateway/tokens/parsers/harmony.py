@@ -46,7 +46,8 @@ class HarmonyParser:
         events: list[Event] = []
         if self._inside:
             self._add(self._text, events)
-        elif self._text.strip():
+        # A message of which only the first token was sampled is none: the row's next message begins with it.
+        elif self._text.strip() not in ("", "<|start|>"):
             events.append(Content(self._text))
         self._text = ""
         return events
