@@ -1,6 +1,7 @@
 """Fixtures shared by every area."""
 
 import os
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,6 +12,9 @@ __all__ = ["sglang_server", "tiny_model"]
 
 settings.register_profile("titogym", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("titogym")
+
+# A test run in the background may have been told to ignore SIGINT; the programs that it interrupts must not.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Two cores are shared by engine, trainer and tests: more threads only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
