@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from titogym.gateway.engines.base import (
 
 _HEADROOM = 1.25  # an engine may carry this many times the mean load before sessions are sent elsewhere
 _MOST_ATTEMPTS = 16  # of one request: an engine that ends it for new weights is asked again
+# What reading an answer raises that is none of an engine's.
+_NONSENSE = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _SMALL_LOAD = 4  # requests in flight that never make an engine count as overloaded
 
 
@@ -84,7 +87,7 @@ class EnginePool:
         for engine, answer in zip(unknown, answers, strict=True):
             if isinstance(answer, EngineInfo):
                 self._lengths[engine] = answer.context_length
-            elif isinstance(answer, EngineError):
+            elif isinstance(answer, (EngineError, *_NONSENSE)):
                 self._down.add(engine)
             else:
                 raise answer
@@ -134,7 +137,10 @@ class EnginePool:
 
     async def _check(self) -> None:
         async def check(engine: Engine) -> None:
-            if await engine.healthy():
+            healthy = False
+            with contextlib.suppress(*_NONSENSE):
+                healthy = await engine.healthy()
+            if healthy:
                 if engine in self._down:
                     self._down.remove(engine)
                     self._lengths.pop(engine, None)  # it may have come back with another model
@@ -191,8 +197,8 @@ class _Route:
                     routes_from=routes_from,
                     affinity=affinity or self._affinity,
                 )
-                async with contextlib.aclosing(chunks):
-                    async for chunk in chunks:
+                async with contextlib.aclosing(chunks), contextlib.aclosing(_sound(chunks)) as sound:
+                    async for chunk in sound:
                         ended = chunk.finish is not None and chunk.finish.reason == "abort"
                         chunk = so_far.add(chunk)
                         if ended and so_far.may_go_on(params):
@@ -225,6 +231,35 @@ class _Route:
 
     async def close(self) -> None:
         """The pool owns the connections."""
+
+
+async def _sound(chunks: AsyncGenerator[Chunk]) -> AsyncGenerator[Chunk]:
+    """The chunks as they are; what cannot be read, or cannot be, is the engine's failure."""
+    try:
+        async for chunk in chunks:
+            _check(chunk)
+            yield chunk
+    except EngineError as error:
+        if isinstance(error.status, int | None):
+            raise
+        raise EngineError(str(error), 502) from error
+    except _NONSENSE as error:
+        raise EngineError(f"its answer makes no sense: {error!r}", 502) from error
+
+
+def _check(chunk: Chunk) -> None:
+    if min(array("i", chunk.output_ids), default=0) < 0:
+        raise ValueError("a token below 0")
+    if not all(map(math.isfinite, array("f", chunk.logprobs))):
+        raise ValueError("a log-prob that is not finite")
+    finish = chunk.finish
+    if finish is not None:
+        if finish.reason not in ("stop", "length", "abort"):
+            raise ValueError(f"finished for {finish.reason!r}")
+        counts = [finish.prompt_tokens, finish.cached_tokens, finish.unpaired]
+        for span in finish.version_spans:
+            counts += (span.start, span.end)
+        array("q", counts)
 
 
 class _SoFar:

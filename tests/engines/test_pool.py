@@ -3,7 +3,8 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from tests.doubles.scripted_engine import Fault, ScriptedEngine
 from tests.engines.test_client import eventually
 from titogym.gateway.engines.base import (
+    Chunk,
     Engine,
     EngineError,
     Finish,
@@ -301,4 +303,64 @@ async def test_context_length_without_engines() -> None:
     pool = EnginePool([SGLangEngine("http://127.0.0.1:1")])
     with pytest.raises(NoEngineError):
         await pool.context_length()
+    await pool.close()
+
+
+FINISH = Finish("stop", 1, 0, (VersionSpan(0, 1, "v"),))
+
+
+class Odd(SGLangEngine):
+    """Says `said`, or fails as one does whose answer cannot be read."""
+
+    said: Any = KeyError("meta_info")
+
+    async def generate(self, *args: Any, **options: Any) -> AsyncGenerator[Chunk]:
+        if isinstance(self.said, Exception):
+            raise self.said
+        yield self.said
+
+    async def healthy(self) -> bool:
+        raise ValueError("no JSON")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        KeyError("meta_info"),
+        EngineError("odd status", "400"),  # type: ignore[arg-type]
+        Chunk([-1], [-0.5], "v", FINISH),
+        Chunk([1.0], [-0.5], "v", FINISH),  # type: ignore[list-item]
+        Chunk([1 << 40], [-0.5], "v", FINISH),
+        Chunk([1], [float("-inf")], "v", FINISH),
+        Chunk([1], [None], "v", FINISH),  # type: ignore[list-item]
+        Chunk([1], [-0.5], "v", replace(FINISH, reason="weird")),  # type: ignore[arg-type]
+        Chunk([1], [-0.5], "v", replace(FINISH, cached_tokens=None)),  # type: ignore[arg-type]
+    ],
+    ids=str,
+)
+async def test_nonsense_is_the_failure_of_its_engine(servers: list[ScriptedEngine], said: Any) -> None:
+    odd = Odd("http://127.0.0.1:1")
+    odd.said = said
+    alone = EnginePool([odd])
+    with pytest.raises(EngineError) as failed:
+        await sample(await alone.choose("session"))
+    assert failed.value.status == 502
+    await alone.close()
+    pool = EnginePool([odd, SGLangEngine(servers[0].url)])
+    for session in SESSIONS[:8]:
+        assert await sample(await pool.choose(session)) == [7, 8, 9]
+    await pool.close()
+
+
+async def test_a_server_that_is_no_engine_is_down_and_the_checks_go_on(
+    servers: list[ScriptedEngine],
+) -> None:
+    pool = EnginePool([Odd("http://127.0.0.1:1"), SGLangEngine(servers[0].url)], interval=0.02)
+    await pool.choose("session")
+    for stopped, state in ((False, "up"), (True, "down"), (False, "up")):
+        if stopped:
+            await asyncio.to_thread(servers[0].stop)
+        elif state != pool.statuses()[1].state:
+            servers[0].start()
+        await eventually(lambda state=state: [s.state for s in pool.statuses()] == ["down", state])
     await pool.close()
