@@ -1,8 +1,10 @@
 """The sessions of one gateway process: those in memory, and those that wait in the journal."""
 
 import secrets
+import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 
 from titogym.gateway.errors import RequestError
@@ -69,7 +71,8 @@ class SessionStore:
             )
         session = Session.new("sess_" + secrets.token_urlsafe(18), spec, time.time())
         plain = spec.model_dump(mode="json", exclude_none=True)
-        self._journal.create(session.id, plain, session.created)
+        with _kept():
+            self._journal.create(session.id, plain, session.created)
         self._records[session.id] = Record(session.id, plain, session.created, session.created, {}, 0)
         self._live[session.id] = session
         self._telemetry.created(session.id, spec.labels)
@@ -115,9 +118,13 @@ class SessionStore:
         return list(self._journal.sessions())
 
     def commit(self, session: Session, node: Node, replayed: list[tuple[Node, Message | None]]) -> None:
-        """Put a drafted node into the journal, with how its request replayed earlier answers."""
+        """Put a drafted node into the journal, with how its request replayed earlier answers.
+
+        Raises `RequestError` (503) when the disk does not take it.
+        """
         session.touch()
-        self._journal.append(session.id, node, replayed, session.touched)
+        with _kept():
+            self._journal.append(session.id, node, replayed, session.touched)
         self.size += node.size
         self._telemetry.committed(session.id, node)
 
@@ -208,3 +215,17 @@ def _uncounted(record: Record) -> bool:
     """Whether a session out of memory holds turns that `Diagnostics.compared` leaves out."""
     compared: int = record.diagnostics.get("compared", 0)
     return compared < record.turns
+
+
+@contextmanager
+def _kept() -> Iterator[None]:
+    """What cannot be kept is refused, in words that say why."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise RequestError(
+            f"The gateway cannot write its journal: {error}.",
+            status=503,
+            code="journal_unavailable",
+            retry_after=5,
+        ) from error

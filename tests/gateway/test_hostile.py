@@ -1,5 +1,6 @@
 """Requests and answers at the edge of what can be read, written or parsed in time."""
 
+import sqlite3
 import time
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.gateway.test_fuzz import BODIES
 from tests.gateway.test_turns import CALL, TOOLS, USER, create, inspect
+from titogym.gateway.sessions.journal import Journal
 from titogym.gateway.tokens.parsers.answer import AnswerParser
 
 ASKED = {"model": "m", "max_tokens": 5, "messages": [USER]}
@@ -128,3 +130,21 @@ def test_the_time_of_an_answer_full_of_marks_grows_with_its_length(assets):
 
     seconds(1)
     assert seconds(16_000) < 10 * seconds(4_000)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", BODIES)
+def test_a_full_disk_is_told_and_nothing_is_committed(stand, monkeypatch, path, stream):
+    def full(*_: Any) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    session = create(stand.url)
+    body = {**(ITEMS if path == "responses" else ASKED), "stream": stream}
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "append", full)
+        response = httpx.post(f"{session.base_url}/{path}", json=body)
+    assert response.status_code == (200 if stream else 503)
+    assert "disk is full" in response.text
+    assert inspect(stand.url, session)["turns"] == 0
+    assert httpx.post(f"{session.base_url}/{path}", json=body).status_code == 200
+    assert inspect(stand.url, session)["turns"] == 1
