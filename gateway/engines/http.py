@@ -45,12 +45,16 @@ class HttpClient:
 
     def __init__(self, url: str, *, timeout: float, keep_alive: float = 2.0) -> None:
         """Raises `UserError` for what is no http or https URL."""
-        address = urlsplit(url)
+        try:
+            address = urlsplit(url)
+            port = address.port
+        except ValueError as error:
+            raise UserError(f"Engine {url!r} is no URL: {error}.") from None
         if address.scheme not in ("http", "https") or not address.hostname:
             raise UserError(f"Engine {url!r} is no URL: it must begin with http:// or https://.")
         self._host = address.hostname
         self._tls = ssl.create_default_context() if address.scheme == "https" else None
-        self._port = address.port or (443 if self._tls else 80)
+        self._port = port or (443 if self._tls else 80)
         self._base = address.path.rstrip("/")
         self._netloc = address.netloc.rpartition("@")[2]
         self._timeout = timeout

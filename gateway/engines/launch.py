@@ -195,5 +195,5 @@ def answers(url: str) -> bool:
     """Whether a server at `url` says what model it serves."""
     try:
         return httpx.get(url + "/model_info", timeout=5.0).status_code == 200
-    except httpx.HTTPError:
+    except (httpx.HTTPError, httpx.InvalidURL):
         return False

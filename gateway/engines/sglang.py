@@ -28,6 +28,7 @@ from titogym.gateway.engines.base import (
 from titogym.gateway.engines.http import HttpClient, HttpError
 from titogym.gateway.engines.wire import engine_info, error_message
 
+_MOST_TOP_K = (1 << 31) - 1  # SGLang makes it an int32: one request with more ends the whole server
 ROUTING_KEY = "x-smg-routing-key"  # by which SGLang's routers keep a session on one of their workers
 
 
@@ -146,7 +147,7 @@ def _sampling_params(params: SamplingParams) -> dict[str, Any]:
         "max_new_tokens": params.max_new_tokens,
         "temperature": params.temperature,
         "top_p": params.top_p,
-        "top_k": params.top_k,
+        "top_k": min(params.top_k, _MOST_TOP_K),
         "min_p": params.min_p,
         "frequency_penalty": params.frequency_penalty,
         "presence_penalty": params.presence_penalty,

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.doubles.scripted_engine import Fault, ScriptedEngine
+from titogym.errors import UserError
 from titogym.gateway.engines.base import (
     Chunk,
     ContextLengthError,
@@ -122,6 +123,19 @@ async def test_what_is_asked_for(scripted: ScriptedEngine, client: SGLangEngine)
         "sampling_seed": 3,
         "json_schema": "{}",
     }
+
+
+async def test_no_top_k_is_more_than_the_engine_survives(
+    scripted: ScriptedEngine, client: SGLangEngine
+) -> None:
+    await collect(client, top_k=1 << 40)
+    assert scripted.requests[0]["sampling_params"]["top_k"] == (1 << 31) - 1
+
+
+@pytest.mark.parametrize("url", ["nowhere", "ftp://127.0.0.1", "http://[::1", "http://127.0.0.1:port"])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(UserError, match="is no URL"):
+        SGLangEngine(url)
 
 
 async def test_spans_follow_a_version_change(scripted: ScriptedEngine, client: SGLangEngine) -> None:
