@@ -8,11 +8,12 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import openai
 from openai.types.chat import ChatCompletion
+from pydantic import Field
 
 from titogym.envs.sandboxes.base import ExecResult, Mount, Sandbox, SandboxError
 from titogym.envs.task import Task
@@ -55,11 +56,11 @@ class OpenAILoop:
     system: str = SYSTEM
     tool_description: str = TOOL_DESCRIPTION
     malformed: str = MALFORMED
-    command_seconds: float = 60.0
-    output_chars: int = 8000
-    max_tokens: int | None = None
+    command_seconds: Annotated[float, Field(gt=0)] = 60.0
+    output_chars: Annotated[int, Field(ge=0)] = 8000
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
     request: dict[str, Any] = field(default_factory=dict)
-    retries: int = 1
+    retries: Annotated[int, Field(ge=0)] = 1
 
     name = "openai_loop"
     matcher = "strict"

@@ -1,9 +1,12 @@
 """Finding a harness by name: built in, an entry point of group `titogym.harnesses`, or a dotted path."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from titogym.dotted import load
 from titogym.errors import UserError
@@ -23,7 +26,7 @@ def names() -> list[str]:
 
 
 def harness(name: str, **options: Any) -> Harness:
-    """Make the harness `name` with its `options`. Raises `UserError` for what it does not know."""
+    """Make the harness `name` with its `options`. Raises `UserError` for what it does not know or take."""
     factory = _factory(name)
     try:
         inspect.signature(factory).bind(**options)
@@ -32,7 +35,7 @@ def harness(name: str, **options: Any) -> Harness:
             f"The harness {name!r} cannot be made with these options: {error}; "
             f"it takes {', '.join(inspect.signature(factory).parameters) or 'none'}."
         ) from error
-    return factory(**options)
+    return factory(**_typed(name, factory, options))
 
 
 def _factory(name: str) -> Callable[..., Harness]:
@@ -43,6 +46,22 @@ def _factory(name: str) -> Callable[..., Harness]:
     if "." in name or ":" in name:
         return _callable(name)
     raise UserError(f"There is no harness {name!r}: choose {', '.join(names())}, or give a dotted path.")
+
+
+def _typed(name: str, factory: Callable[..., Harness], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options as the fields of a dataclass say; as they are for a factory of another kind."""
+    types: dict[str, Any] = get_type_hints(factory, include_extras=True) if is_dataclass(factory) else {}
+    typed = dict(options)
+    for option in options.keys() & types.keys():
+        adapter = TypeAdapter[Any](types[option], config=ConfigDict(arbitrary_types_allowed=True))
+        try:
+            typed[option] = adapter.validate_python(options[option])
+        except ValidationError as error:
+            reason = error.errors(include_url=False)[0]["msg"]
+            raise UserError(
+                f"The harness {name!r} cannot be made with {option} = {options[option]!r}: {reason}."
+            ) from None
+    return typed
 
 
 def _callable(path: str) -> Callable[..., Harness]:

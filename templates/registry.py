@@ -75,9 +75,10 @@ def _fits(signs: Signs, template: str | None, architectures: tuple[str, ...]) ->
 def _dotted(name: str) -> Family:
     module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
     try:
-        return _checked(getattr(import_module(module), attribute), name)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"Cannot import family {name}: {error}") from error
+        found = getattr(import_module(module), attribute)
+    except Exception as error:  # a module may fail in any way while it is executed
+        raise UserError(f"Cannot import family {name}: {type(error).__name__}: {error}") from error
+    return _checked(found, name)
 
 
 def _checked(value: object, where: str) -> Family:

@@ -15,14 +15,14 @@ def load(path: str, what: str) -> Any:
     names the extension point in the message. Raises `UserError` when there is no such object.
     """
     module_name, _, name = path.rpartition(":") if ":" in path else path.rpartition(".")
-    if not module_name or not name:
+    if not module_name or not name or module_name.startswith("."):
         raise UserError(f"{what} {path!r} is not a dotted path: write package.module:name.")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         found: Any = import_module(module_name)
-    except ImportError as error:
-        raise UserError(f"{what} {path!r} cannot be imported: {error}.") from error
+    except Exception as error:  # a module may fail in any way while it is executed
+        raise UserError(f"{what} {path!r} cannot be imported: {type(error).__name__}: {error}.") from error
     for part in name.split("."):
         if not hasattr(found, part):
             raise UserError(f"{what} {path!r}: {module_name} has no {name!r}.")

@@ -1,5 +1,7 @@
 """Finding harnesses by name and by path."""
 
+from typing import Any
+
 import pytest
 
 from titogym.errors import UserError
@@ -36,8 +38,18 @@ def test_a_dotted_path_finds_any_harness() -> None:
         ("titogym.harnesses.command:Nothing", {}, "Nothing"),
         ("openai_loop", {"sytem": ""}, "it takes system"),
         ("command", {}, "it takes command"),
+        ("..harness", {}, "not a dotted path"),
+        ("command", {"command": True}, "command = True"),
+        ("command", {"command": ["x", 1]}, "should be a valid string"),
+        ("command", {"command": "x", "mount": ["/"]}, "mount"),
+        ("openai_loop", {"system": 5}, "system = 5"),
+        ("openai_loop", {"request": 5}, "request = 5"),
+        ("openai_loop", {"retries": "often"}, "retries = 'often'"),
+        ("openai_loop", {"command_seconds": -1}, "greater than 0"),
+        ("openai_loop", {"max_tokens": 0}, "max_tokens = 0"),
+        ("mini_swe_agent", {"overrides": "x"}, "overrides"),
     ],
 )
-def test_what_cannot_be_made_is_refused(name: str, options: dict[str, str], sentence: str) -> None:
+def test_what_cannot_be_made_is_refused(name: str, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         harness(name, **options)

@@ -48,6 +48,7 @@ def test_dotted_paths_and_entry_points(tmp_path, monkeypatch):
     [
         ("qwen9", "no family 'qwen9'; choose one of .*quickstart, qwen2.5, qwen3, .*smollm2"),
         ("titogym.nowhere:X", "Cannot import family titogym.nowhere:X"),
+        ("..nowhere", "Cannot import family ..nowhere"),
         ("titogym.templates.families:NOTHING", "Cannot import family"),
         ("titogym.templates.families:BUILT_IN", "must be a titogym Family"),
     ],
