@@ -54,8 +54,13 @@ def environment(connection: Connection) -> dict[str, str]:
 
 
 async def read_tail(sandbox: Sandbox, path: str, size: int = LOG_TAIL_BYTES) -> str:
-    """The last `size` bytes of a file inside, "" when there is none."""
-    return (await sandbox.exec(["tail", "-c", str(size), path], timeout=30, max_output=size)).stdout
+    """The last `size` bytes of a regular file inside, "" when there is none.
+
+    The agent may have put anything in its place: reading a pipe, say, would never end.
+    """
+    script = 'test -f "$1" && exec tail -c "$2" "$1"'
+    words = ["sh", "-c", script, "sh", path, str(size)]
+    return (await sandbox.exec(words, timeout=30, max_output=size)).stdout
 
 
 def _judge(result: ExecResult, name: str, limit: float, log: str) -> HarnessResult:

@@ -122,6 +122,13 @@ async def test_a_program_that_floods_keeps_the_end_of_its_log(world: World) -> N
     assert len(result.log) < 20_000
 
 
+async def test_a_log_that_cannot_be_read_to_its_end_is_left_alone(world: World) -> None:
+    program = Command("sh -c 'rm /logs/agent/command.log; mkfifo /logs/agent/command.log; exit 3'")
+    result = await world.run(task(), program)
+    assert (result.outcome, result.log) == ("crashed", "")
+    assert "status 3" in (result.error or "")
+
+
 async def test_what_is_said_to_the_program(world: World) -> None:
     words = ["python3", "-c", "import os, sys; print(sys.argv[1:], os.environ['FURTHER'])"]
     words += ["--task={instruction}", "{base_url} {model}", "{other}", '{"a": "{instruction}"}']
