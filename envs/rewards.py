@@ -11,7 +11,7 @@ def checked(value: object, source: str) -> float:
     """`value` as a reward. Raises `GradingError` unless it is a finite number within [0, 1]."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise GradingError(f"{source} holds {value!r}, which is not a number.")
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise GradingError(f"{source} holds {value!r}; a reward is finite.")
     if not 0 <= value <= 1:
         raise GradingError(f"{source} holds {value!r}; a reward is within [0, 1].")
@@ -33,7 +33,7 @@ def from_json(content: bytes, source: str) -> tuple[float, dict[str, Any]]:
     """
     try:
         parsed = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise GradingError(f"{source} holds {_excerpt(content)}, which is not JSON.") from None
     if not isinstance(parsed, dict):
         return checked(parsed, source), {}
@@ -47,7 +47,8 @@ def from_json(content: bytes, source: str) -> tuple[float, dict[str, Any]]:
 
 def _metric(value: object, source: str) -> object:
     """Every metric must be a finite number, the reward among them; only the reward is within [0, 1]."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    finite = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+    if isinstance(value, bool) or not finite:
         raise GradingError(f"{source} holds {value!r}, which is not a finite number.")
     return value
 

@@ -6,6 +6,7 @@
 name. Keys that it does not act on are listed in `metadata["unknown_keys"]`: the format evolves.
 """
 
+import math
 import os
 import re
 import tomllib
@@ -119,7 +120,7 @@ def resolve_references(env: Mapping[str, str], source: str) -> dict[str, str]:
 def recipe_of(directory: Path) -> dockerfile.Recipe:
     """The Dockerfile of a task directory, an empty recipe where it has none."""
     path = directory / "environment" / "Dockerfile"
-    return dockerfile.parse(path.read_text() if path.is_file() else "")
+    return dockerfile.parse(_text(path) if path.is_file() else "")
 
 
 class _Fields:
@@ -132,7 +133,7 @@ class _Fields:
         value = _get(self._config, key)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise UserError(f"{self.path}: {key} is {value!r}; it must be a positive number.")
         return value
 
@@ -161,6 +162,8 @@ class _Fields:
         value = _get(self._config, key) or {}
         if not isinstance(value, dict):
             raise UserError(f"{self.path}: {key} is {value!r}; it must be a table of texts.")
+        if bad := [name for name, text in value.items() if not _is_variable(name, str(text))]:
+            raise UserError(f"{self.path}: {key} sets {bad[0]!r}, which no process can have as a variable.")
         return {str(name): str(text) for name, text in value.items()}
 
 
@@ -176,8 +179,8 @@ def _read_config(directory: Path) -> dict[str, Any]:
             )
         raise UserError(f"{path} is missing: {directory} is not a task directory.")
     try:
-        config = tomllib.loads(path.read_text())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        config = tomllib.loads(_text(path))
+    except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path} is not valid TOML: {error}.") from None
     for key in ("task", "metadata", "agent", "verifier", "environment", "solution"):
         if not isinstance(config.setdefault(key, {}), dict):
@@ -187,12 +190,9 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 def _read_instruction(directory: Path) -> str:
     path = directory / "instruction.md"
-    try:
-        lines = path.read_text().split("\n")
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing: write there what the agent is to do.") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error}.") from None
+    if not path.exists():
+        raise UserError(f"{path} is missing: write there what the agent is to do.")
+    lines = _text(path).split("\n")
     while lines and (_CANARY.fullmatch(lines[0].strip()) or not lines[0].strip()):
         del lines[0]
     if not lines:
@@ -227,6 +227,19 @@ def _read_environment(directory: Path, config: dict[str, Any]) -> dockerfile.Rec
             except FileNotFoundError as missing:
                 raise UserError(f"{folder / 'Dockerfile'} copies {missing}, which does not exist.") from None
     return recipe
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error}.") from None
+    except OSError as error:
+        raise UserError(f"Cannot read {path}: {error.strerror}.") from None
+
+
+def _is_variable(name: str, text: str) -> bool:
+    return bool(name) and "=" not in name and "\0" not in name + text
 
 
 def _wants_network(environment: Mapping[str, Any]) -> bool:

@@ -374,7 +374,11 @@ def _read_beneath(root: Path, path: str, limit: int) -> bytes | None:
 
 def _copy_tree(tree: Path | Mapping[str, str], target: Path) -> None:
     if isinstance(tree, Path):
-        shutil.copytree(tree, target, symlinks=True)
+        try:
+            shutil.copytree(tree, target, symlinks=True)
+        except shutil.Error as error:
+            source, _, reason = error.args[0][0]
+            raise SandboxError(f"Could not copy {source}: {reason}") from None
     else:
         for name, text in tree.items():
             path = target / name

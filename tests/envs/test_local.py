@@ -326,6 +326,15 @@ async def test_what_cannot_be_fetched_is_an_error(sandbox, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+async def test_trees_that_hold_more_than_files_are_refused(backend, tmp_path):
+    (tmp_path / "tests").mkdir()
+    os.mkfifo(tmp_path / "tests" / "pipe")
+    sandbox = await backend.create(SandboxSpec())
+    with pytest.raises(SandboxError, match=r"Could not copy .*pipe: .*is a named pipe"):
+        await sandbox.successor(read_only={"/tests": tmp_path / "tests"}, env={})
+    await sandbox.destroy()
+
+
 async def test_read_follows_no_link(sandbox):
     await sandbox.exec(
         "ln -s /etc/passwd /tmp/a; ln -s /etc /tmp/b; mkfifo /tmp/c; mkdir /tmp/d; echo hi > /tmp/d/e"

@@ -60,8 +60,15 @@ def test_doubtful_texts(text):
         '{"reward": 1, "other": NaN}',
         '{"speed": 1, "size": 1}',
         '{"reward": 1.01}',
+        "1" * 400,
+        '{"reward": ' + "1" * 400 + "}",
+        "[" * 100_000,
     ],
 )
 def test_doubtful_json(text):
     with pytest.raises(GradingError):
         rewards.from_json(text.encode(), "reward.json")
+
+
+def test_a_metric_may_be_any_whole_number():
+    assert rewards.from_json(b'{"reward": 1, "bytes": ' + b"9" * 400 + b"}", "reward.json")[0] == 1

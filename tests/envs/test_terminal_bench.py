@@ -110,6 +110,9 @@ def test_canary_lines_are_stripped(directory, canary):
         ("task.toml", "agent = 3", "must be a table"),
         ("task.toml", "[agent]\ntimeout_sec = 'long'", "agent.timeout_sec"),
         ("task.toml", "[agent]\ntimeout_sec = -1", "agent.timeout_sec"),
+        ("task.toml", "[agent]\ntimeout_sec = inf", "agent.timeout_sec is inf"),
+        ("task.toml", "[environment]\nenv = { \"A=B\" = 'x' }", "environment.env sets 'A=B'"),
+        ("task.toml", '[environment]\nenv = { A = "\\u0000" }', "environment.env sets 'A'"),
         ("task.toml", "[environment]\nmemory = 'lots'", "environment.memory"),
         ("task.toml", "[verifier]\nenv = 1", "verifier.env"),
         ("task.toml", "[environment]\nworkdir = 'app'", "environment.workdir is 'app'"),
@@ -136,6 +139,20 @@ def test_canary_lines_are_stripped(directory, canary):
 def test_what_is_wrong_is_named(directory, name, text, named):
     write(directory, name, text)
     with pytest.raises(UserError, match=named):
+        load_task(directory)
+
+
+@pytest.mark.parametrize("name", ["task.toml", "instruction.md", "environment/Dockerfile"])
+def test_files_that_are_no_text_are_named(directory, name):
+    (directory / name).write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=f"{name} is not UTF-8 text"):
+        load_task(directory)
+
+
+def test_an_instruction_that_is_a_directory_is_named(directory):
+    (directory / "instruction.md").unlink()
+    (directory / "instruction.md").mkdir()
+    with pytest.raises(UserError, match=r"Cannot read .*instruction\.md: Is a directory"):
         load_task(directory)
 
 
