@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import quote
 
 import httpx
 
@@ -54,7 +55,7 @@ class GatewayClient:
         self._open = Counter(dict.fromkeys(self.urls, 0))  # sessions that this client has on each
         self._http = httpx.AsyncClient(
             timeout=timeout,
-            headers={} if admin_key is None else {"authorization": f"Bearer {admin_key}"},
+            headers={} if admin_key is None else {b"authorization": f"Bearer {admin_key}".encode()},
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             trust_env=False,
         )
@@ -142,7 +143,9 @@ class GatewayClient:
         *others, last = (owner,) if owner else self.urls
         for url in [*others, last]:
             try:
-                answer = await self._call(url, method, f"/sessions/{session_id}{path}", query=query)
+                answer = await self._call(
+                    url, method, f"/sessions/{quote(session_id, safe='')}{path}", query=query
+                )
             except GatewayError as error:
                 if url == last or error.code != "session_not_found":
                     raise
@@ -156,7 +159,7 @@ class GatewayClient:
     ) -> Any:
         try:
             response = await self._http.request(method, url + path, json=body, params=query)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise GatewayError(f"The gateway at {url} does not answer: {error!r}.") from error
         if response.is_success:
             return response.json() if response.content else None
@@ -164,7 +167,7 @@ class GatewayClient:
             told = response.json()["error"]
             message, code = str(told["message"]), told["code"]
         except (ValueError, LookupError, TypeError):
-            message, code = response.text[:200], None
+            message, code = response.text[:200] or f"{url}{path}: status {response.status_code}", None
         raise GatewayError(message, response.status_code, code)
 
 

@@ -143,7 +143,11 @@ async def test_tokens_are_shown_one_by_one(world: World, cli: Cli, task_dir: Pat
         (["--engine", "http://a", "--gateway", "http://b"], "not both"),
         (["--engine", "ENGINE", "--harness", "nobody"], "There is no harness 'nobody'"),
         (["--engine", "ENGINE", "--harness", "command"], "command"),
+        (["--engine", "http://[::1"], "is no URL"),
+        (["--gateway", "http://[::1"], "does not answer"),
+        (["--gateway", "http://127.0.0.1:1", "--admin-key", "clé"], "does not answer"),
         (["--engine", "ENGINE", "-o", "sistem=x"], "sistem"),
+        (["--engine", "ENGINE", "-o", "retries=often"], "retries = 'often'"),
         (["--engine", "ENGINE", "-o", "system"], "KEY=VALUE"),
         (["--engine", "ENGINE", "--model-dir", "/no/such/model"], "/no/such/model"),
         (["--engine", "ENGINE", "--family", "latin"], "latin"),
@@ -176,7 +180,7 @@ async def test_a_model_that_is_elsewhere_must_be_named(
     assert "--model-dir" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 async def test_an_interrupted_run_leaves_no_process(
     world: World, cli: Cli, task_dir: Path, number: signal.Signals
 ) -> None:
@@ -196,7 +200,8 @@ async def test_an_interrupted_run_leaves_no_process(
         assert time.monotonic() < deadline, [child.cmdline() for child in everything if child.is_running()]
         await asyncio.sleep(0.05)
     assert processes(driver.pid) == []
-    if number == signal.SIGINT:
+    if number != signal.SIGKILL:
+        assert driver.returncode == (130 if number == signal.SIGINT else 143)
         assert world.left_on_disk() == []
     else:
         world.script(say("done"))

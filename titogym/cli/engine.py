@@ -18,7 +18,9 @@ def command(
     sglang_options: Annotated[
         list[str] | None, typer.Argument(help="After `--`: handed to SGLang as they are.")
     ] = None,
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 30000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")
+    ] = 30000,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: the GPU if there is one.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
@@ -74,8 +76,11 @@ def command(
         extra=tuple(sglang_options or ()),
     )
     log = log or venvs.home() / "logs" / f"engine-{port}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_bytes(b"")
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_bytes(b"")
+    except OSError as error:
+        raise UserError(f"Cannot write the log {log}: {error.strerror}; choose another --log.") from None
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     typer.echo(f"Starting SGLang with {model}; its log: {log}", err=True)
     engine = launch(options, log, timeout=timeout, report=lambda line: typer.echo(line, err=True))

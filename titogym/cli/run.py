@@ -4,6 +4,8 @@ import asyncio
 import base64
 import json
 import logging
+import signal
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -74,6 +76,8 @@ def command(
     from titogym.gateway.client import GatewayClient
     from titogym.harnesses.registry import harness as make_harness
 
+    # So that SIGTERM cleans up as Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("titogym").setLevel(logging.INFO)
     task = load_task(task_dir)
@@ -211,7 +215,9 @@ async def _told(result: "EpisodeResult", client: "GatewayClient") -> Attempt:
 
 def _tell(task: "Task", attempts: Sequence[Attempt], *, tokens: bool, gateway: str | None) -> None:
     from rich.console import Console
+    from rich.text import Text
 
+    from titogym.cli.control import visible
     from titogym.cli.session import token_view
     from titogym.cli.transcript import print_result, print_turns
 
@@ -220,7 +226,7 @@ def _tell(task: "Task", attempts: Sequence[Attempt], *, tokens: bool, gateway: s
         console.rule(f"{task.id}, attempt {number} of {len(attempts)}")
         print_turns(console, attempt.turns)
         if attempt.result.failed and attempt.result.log:
-            console.print(f"The end of the agent's own output:\n{attempt.result.log[-2000:]}", markup=False)
+            console.print(Text(f"The end of the agent's own output:\n{visible(attempt.result.log[-2000:])}"))
         print_result(console, attempt.result)
         if tokens:
             for trajectory, texts in attempt.texts:

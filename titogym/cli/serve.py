@@ -17,7 +17,9 @@ from titogym.venvs import home
 def command(
     engine: Annotated[list[str], typer.Option(help="Base URL of an SGLang server; repeat for several.")],
     model_dir: Annotated[Path, typer.Option(help="Model folder with tokenizer.json (weights are not read).")],
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 lets the system choose.")] = 8080,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 lets the system choose.")
+    ] = 8080,
     host: Annotated[
         str, typer.Option(help="Address to listen on; others than loopback need --admin-key.")
     ] = "127.0.0.1",

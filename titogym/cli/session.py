@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from titogym.cli.control import visible
 from titogym.errors import UserError
 from titogym.gateway.client import GatewayClient, GatewayError
 from titogym.gateway.trajectories import Trajectory
@@ -81,7 +82,7 @@ def token_view(trajectory: Trajectory, texts: list[str]) -> Text:
     """A trajectory for the terminal: prompt tokens dim, sampled ones from green (sure) to red."""
     view = Text()
     for text, loss, logprob in zip(texts, trajectory.loss_mask, trajectory.logprobs, strict=True):
-        shown = text if text == "\n" else text.replace("\n", "⏎\n")
+        shown = text if text == "\n" else visible(text).replace("\n", "⏎\n")
         view.append(shown, _colour(logprob) if loss else "dim")
     return view
 
@@ -102,7 +103,7 @@ def _tree(report: dict[str, Any]) -> Tree:
             f"version {' '.join(node['versions'])}"
         )
         said = " ".join(
-            [node["content"].replace("\n", " ")[:60], *(f"[{name}]" for name in node["tool_calls"])]
+            [visible(node["content"]).replace("\n", " ")[:60], *(f"[{name}]" for name in node["tool_calls"])]
         )
         level = branches[node["parent"]]
         shown = level.add(Text.assemble(line, "  ", (said, "italic")))

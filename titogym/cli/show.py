@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from titogym.cli.control import visible
 from titogym.errors import UserError
 from titogym.trainer.runs import RunDirectory
 
@@ -103,7 +104,7 @@ def _token_view(record: dict[str, Any], colours: bool) -> Text:
         if bool(mask) != inside and not colours:
             view.append("⟦" if mask else "⟧")
         inside = bool(mask)
-        view.append(text.replace("\n", "⏎\n"), _style(logprob) if mask else "dim")
+        view.append(visible(text).replace("\n", "⏎\n"), _style(logprob) if mask else "dim")
     return view.append("⟧") if inside and not colours else view
 
 

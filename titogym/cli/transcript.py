@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from titogym.cli.control import visible
+
 if TYPE_CHECKING:
     from titogym.gateway.trajectories import Trajectory
     from titogym.harnesses.episode import EpisodeResult
@@ -38,7 +40,7 @@ def print_result(console: Console, result: "EpisodeResult") -> None:
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
     console.print(Text(f"{result.outcome} after {result.turns} turns ({phases})", "bold"))
     if result.error:
-        console.print(Text(result.error, "red"))
+        console.print(Text(visible(result.error), "red"))
     if result.reward is None:
         console.print(Text("no reward", "bold red"))
     else:
@@ -85,7 +87,8 @@ def _call(name: str, arguments: str) -> str:
 
 
 def _print_indented(console: Console, label: str, text: str, style: str) -> None:
-    lines = [line[:_MOST_COLUMNS] + "…" if len(line) > _MOST_COLUMNS else line for line in text.splitlines()]
+    lines = visible(text).splitlines()
+    lines = [line[:_MOST_COLUMNS] + "…" if len(line) > _MOST_COLUMNS else line for line in lines]
     if len(lines) > _MOST_LINES:
         half = _MOST_LINES // 2
         lines = [*lines[:half], f"… {len(lines) - 2 * half} lines …", *lines[-half:]]
