@@ -161,8 +161,16 @@ class RunDirectory:
         return final
 
     def load_state(self, step: int) -> Record:
-        """Our part of the checkpoint of `step`."""
-        state: Record = orjson.loads((self.checkpoints()[step] / "state.json").read_bytes())
+        """Our part of the checkpoint of `step`. Raises `UserError` where it cannot be read."""
+        path = self.checkpoints()[step]
+        try:
+            state: Record = orjson.loads((path / "state.json").read_bytes())
+            if state["step"] != step:
+                raise ValueError(step)
+        except (OSError, ValueError, LookupError, TypeError):
+            raise UserError(
+                f"The checkpoint {path} is damaged: delete it, and --resume goes on from the one before."
+            ) from None
         return state
 
     # --- internal ------------------------------------------------------------------------------------
@@ -171,8 +179,9 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / ".lock").open("wb")
-        except OSError as error:
-            raise UserError(f"Cannot write to run.dir {self.path}: {error.strerror}") from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"Cannot write to run.dir {str(self.path)!r}: {reason}") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -1,7 +1,9 @@
 """A whole training run, from a configuration to a report."""
 
 import asyncio
+import errno
 import logging
+import os
 import signal
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -28,6 +30,8 @@ from titogym.trainer.drivers.asynchronous import Parts, train
 from titogym.trainer.progress import Progress
 from titogym.trainer.rollout import RunEpisode
 from titogym.trainer.runs import RunDirectory
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def run_training(config: RunConfig, console: Console, *, resume: bool = False) -> RunDirectory:
@@ -57,6 +61,13 @@ def run_training(config: RunConfig, console: Console, *, resume: bool = False) -
             runner.run(_train(config, prepared, up, run, progress))
     except TrainerError as error:
         raise UserError(f"{error}\nThe run can be continued with --resume.") from error
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        raise UserError(
+            f"Could not write to {error.filename or run.path}: {os.strerror(error.errno)}. Make room, then "
+            "continue the run with --resume."
+        ) from error
     finally:
         run.release()
     return run

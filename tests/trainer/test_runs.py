@@ -1,0 +1,47 @@
+"""Run directories that were damaged, cannot be made, or have no room left."""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from titogym.errors import UserError
+from titogym.trainer import training
+from titogym.trainer.config import RunConfig, parse_config
+from titogym.trainer.runs import RunDirectory
+
+
+def config(directory: str) -> RunConfig:
+    tables = {"run": {"dir": directory, "steps": 1}, "model": {"dir": "m"}}
+    return parse_config({**tables, "environment": {"source": "shell"}})
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"step": 3}', b"\xff"])
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, content: bytes) -> None:
+    run = RunDirectory(tmp_path)
+    path = run.save_checkpoint(7, {"ledger": {}}, lambda trainer: trainer.mkdir(), keep=2)
+    assert run.load_state(7) == {"step": 7, "ledger": {}}
+    (path / "state.json").write_bytes(content)
+    with pytest.raises(UserError, match="step-000007 is damaged: delete it"):
+        run.load_state(7)
+
+
+@pytest.mark.parametrize("directory", ["/proc/run", "/dev/null/run", "a\0b", "x" * 300])
+def test_a_directory_that_cannot_be_made_is_named(directory: str) -> None:
+    with pytest.raises(UserError, match=r"Cannot write to run\.dir"):
+        RunDirectory.create(Path(directory), config(directory))
+
+
+def test_a_full_disk_is_told_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def full(*_: object) -> Iterator[None]:
+        raise OSError(errno.ENOSPC, "No space left on device", "checkpoints/step-000001")
+        yield
+
+    monkeypatch.setattr(training, "prepare", lambda config: None)
+    monkeypatch.setattr(training.services, "running", full)
+    with pytest.raises(UserError, match=r"write to checkpoints/step-000001: No space left .*--resume"):
+        training.run_training(config(str(tmp_path / "run")), Console(quiet=True))
