@@ -42,6 +42,6 @@ def test_a_full_disk_is_told_in_one_sentence(tmp_path: Path, monkeypatch: pytest
         yield
 
     monkeypatch.setattr(training, "prepare", lambda config: None)
-    monkeypatch.setattr(training.services, "running", full)
+    monkeypatch.setattr("titogym.trainer.services.running", full)
     with pytest.raises(UserError, match=r"write to checkpoints/step-000001: No space left .*--resume"):
         training.run_training(config(str(tmp_path / "run")), Console(quiet=True))
