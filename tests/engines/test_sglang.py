@@ -157,12 +157,10 @@ async def test_json_schema(client: SGLangEngine, tiny_model: Path) -> None:
         "required": ["done", "level"],
         "additionalProperties": False,
     }
-    for _ in range(8):  # JSON may hold any white space, and a random model may like that too much
-        ids, logprobs, finish = await sample(
-            client, json_schema=json.dumps(schema), ignore_eos=False, max_new_tokens=300
-        )
-        if finish.reason == "stop":
-            break
+    # JSON may hold any white space, and a random model would go on with it for ever unless penalised.
+    ids, logprobs, finish = await sample(
+        client, json_schema=json.dumps(schema), ignore_eos=False, max_new_tokens=900, frequency_penalty=2.0
+    )
     assert finish.reason == "stop"
     text = Tokenizer.from_file(str(tiny_model / "tokenizer.json")).decode(ids[:-1], skip_special_tokens=False)
     found = json.loads(text)
