@@ -7,10 +7,12 @@ once, after the last token and before the client learns that its answer is compl
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
+
+import orjson
 
 from titogym.gateway.engines.base import (
     ContextLengthError,
@@ -41,10 +43,13 @@ from titogym.gateway.sessions.tree import (
 from titogym.gateway.sessions.turn import Committed, Delta, Item, Items, Planned, TurnRequest
 from titogym.gateway.tokens.parsers.answer import AnswerParser
 from titogym.gateway.tokens.rows import Extension, extend
-from titogym.templates.conversation import Message
+from titogym.templates.conversation import Message, Prefix
 from titogym.templates.model import ModelAssets
 
 _LONG_TEXT = 32_768  # characters; encoding more than this would hold up other sessions' streams
+# Characters per token that no text comes near on average: one that is longer is refused unencoded, since
+# encoding takes some 300 bytes of memory for each of its own.
+_MOST_CHARACTERS = 32
 
 
 class Router(Protocol):
@@ -122,25 +127,40 @@ class TurnService:
         lookup = session.tree.find(request.prefix, request.messages)
         parent = lookup.nodes[-1] if lookup.nodes else None
         messages = lookup.messages[parent.depth if parent else 0 :]
-        extension = await asyncio.to_thread(extend, self._assets, parent, request.prefix, messages)
+        extension = await self._extend(parent, request.prefix, messages, await self._context_length())
         return (parent.length if parent else 0) - extension.trim + len(extension.prompt_ids)
+
+    async def _context_length(self) -> int:
+        try:
+            return await self._router.context_length()
+        except EngineError as error:
+            raise _engine_failure(error) from error
+
+    async def _extend(
+        self, parent: Node | None, prefix: Prefix, messages: Sequence[Message], context_length: int
+    ) -> Extension:
+        """What `messages` add to the row of `parent`. Raises `RequestError` when no context holds them."""
+        length = _characters(messages, None if parent else prefix)
+        if length > _MOST_CHARACTERS * context_length:
+            raise context_exceeded(
+                f"This model's maximum context length is {context_length} tokens. However, your messages "
+                f"have {length} characters. Please reduce the length of the messages.",
+                overflow=(length // _MOST_CHARACTERS, context_length - 1),  # tokens that it has at the least
+            )
+        if length > _LONG_TEXT:
+            return await asyncio.to_thread(extend, self._assets, parent, prefix, messages)
+        return extend(self._assets, parent, prefix, messages)
 
     async def _plan(self, session: Session, request: TurnRequest) -> _Plan:
         """Everything about the turn that can be known, and refused, ahead of sampling."""
         self._store.admit(session)
-        try:
-            context_length = await self._router.context_length()
-        except EngineError as error:
-            raise _engine_failure(error) from error
+        context_length = await self._context_length()
         lookup = session.tree.find(request.prefix, request.messages)
         placement = session.policy(session.tree, lookup)
         parent = placement.parent
         messages = lookup.messages[parent.depth if parent else 0 :]
         budget = _budget(session, placement.supersedes)
-        if sum(len(message.content) for message in messages) > _LONG_TEXT:
-            extension = await asyncio.to_thread(extend, self._assets, parent, request.prefix, messages)
-        else:
-            extension = extend(self._assets, parent, request.prefix, messages)
+        extension = await self._extend(parent, request.prefix, messages, context_length)
         prompt = session.texts.prompt(parent, extension.trim, extension.prompt_ids)
         room = context_length - len(prompt)
         if room < 1:
@@ -289,6 +309,13 @@ def _overruled(forced: Sampling, asked: Sampling) -> dict[str, str]:
         for name in ours
         if theirs.get(name, ours[name]) != ours[name]
     }
+
+
+def _characters(messages: Sequence[Message], prefix: Prefix | None) -> int:
+    """Characters of all that is to be encoded for the first time; `prefix` is that of a new root."""
+    spoken = sum(len(message.content) + len(message.reasoning) for message in messages)
+    called = sum(len(call.name) + len(call.arguments) for message in messages for call in message.tool_calls)
+    return spoken + called + (len(orjson.dumps(prefix.tools)) if prefix and prefix.tools else 0)
 
 
 def _budget(session: Session, supersedes: Node | None) -> int | None:

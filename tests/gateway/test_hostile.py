@@ -148,3 +148,27 @@ def test_a_full_disk_is_told_and_nothing_is_committed(stand, monkeypatch, path, 
     assert inspect(stand.url, session)["turns"] == 0
     assert httpx.post(f"{session.base_url}/{path}", json=body).status_code == 200
     assert inspect(stand.url, session)["turns"] == 1
+
+
+@pytest.mark.parametrize("place", ["content", "arguments", "tools"])
+def test_text_that_no_context_holds_is_refused_unencoded(stand, place):
+    """Encoding takes hundreds of bytes for each: a large body would else take the gateway's memory."""
+    long = "word " * 800_000
+    call = {
+        "id": "c",
+        "type": "function",
+        "function": {"name": "f", "arguments": orjson.dumps(long).decode()},
+    }
+    tool = {"type": "function", "function": {"name": "f", "description": long}}
+    asked = {
+        "content": {**ASKED, "messages": [{"role": "user", "content": long}]},
+        "arguments": {**ASKED, "messages": [USER, {"role": "assistant", "tool_calls": [call]}, USER]},
+        "tools": {**ASKED, "tools": [tool]},
+    }[place]
+    known, started = len(stand.engine.requests), time.monotonic()
+    refused = httpx.post(create(stand.url).base_url + "/chat/completions", json=asked, timeout=60)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    assert "characters" in refused.json()["error"]["message"]
+    assert time.monotonic() - started < 5
+    assert len(stand.engine.requests) == known
