@@ -47,11 +47,16 @@ def cut(
     """One trajectory per picked leaf, in order of commit; with expert routes where a `shape` is given.
 
     A completion that several of them share carries loss in the first only. Raises `UserError` when the
-    picker gives something that is no leaf of the tree.
+    picker fails or gives something that is no leaf of the tree.
     """
-    leaves = sorted(picker(tree), key=lambda node: node.id)
-    if any(leaf.children or tree.nodes[leaf.id] is not leaf for leaf in leaves):
-        raise UserError("The trajectory picker must return leaves of the tree that it was given.")
+    try:
+        picked = list(picker(tree))
+    except Exception as error:  # it is the user's own code, or no picker at all
+        raise UserError(f"The trajectory picker failed: {error!r}") from error
+    chosen = {id(node) for node in picked}
+    leaves = [leaf for leaf in tree.leaves() if id(leaf) in chosen]
+    if len(leaves) != len(picked):
+        raise UserError("The trajectory picker must return leaves of the tree that it was given, each once.")
     trained: set[int] = set()
     return [_cut(session_id, leaf, trained, shape) for leaf in leaves]
 

@@ -85,6 +85,10 @@ def test_picker_must_return_leaves():
     turn(forest, [U1, A1, U2], A2)
     with pytest.raises(UserError, match="must return leaves"):
         cut("s", forest, lambda forest: forest.nodes)
+    with pytest.raises(UserError, match="must return leaves"):
+        cut("s", forest, lambda forest: [forest.nodes[-1]] * 2)
+    with pytest.raises(UserError, match="picker failed"):
+        cut("s", forest, lambda forest: forest.nodes[7:8][0])
 
 
 def test_empty_session_has_none():
