@@ -88,7 +88,7 @@ def test_picker_must_return_leaves():
     with pytest.raises(UserError, match="must return leaves"):
         cut("s", forest, lambda forest: [forest.nodes[-1]] * 2)
     with pytest.raises(UserError, match="picker failed"):
-        cut("s", forest, lambda forest: forest.nodes[7:8][0])
+        cut("s", forest, lambda forest: [forest.nodes[7]])
 
 
 def test_empty_session_has_none():
