@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from titogym.errors import UserError
+from titogym.processes import program
 
 
 def command(
@@ -63,7 +64,7 @@ def command(
         run = run_training(loaded, console, resume=resume)
     except (KeyboardInterrupt, asyncio.CancelledError) as stopped:
         sets = [word for override in overrides or [] for word in ("--set", override)]
-        again = shlex.join(["titogym", "train", str(config), "--resume", *sets])
+        again = shlex.join([program(), "train", str(config), "--resume", *sets])
         console.print(
             f"Stopped. Continue from the last checkpoint with: {again}", highlight=False, soft_wrap=True
         )
