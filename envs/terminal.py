@@ -1,14 +1,19 @@
 """The terminal environment: files in a sandbox, graded by a test script that the agent never saw."""
 
 import shlex
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Literal, TypeVar
 
 from titogym.envs import dockerfile
+from titogym.envs.environment import Observation, user
 from titogym.envs.sandboxes.base import ExecResult, Sandbox, SandboxError
 from titogym.envs.task import Grade, Task
 from titogym.envs.terminal_bench import recipe_of, resolve_references
 from titogym.envs.verifier import interpreter, verify
 from titogym.errors import UserError
+
+R = TypeVar("R")
 
 SOLUTION = "/solution"
 
@@ -17,8 +22,22 @@ class TerminalEnvironment:
     """Runs Terminal-Bench / Harbor task directories, and tasks that carry their files and tests as texts."""
 
     name = "terminal"
+    interactive: Literal[False] = False
+    needs_sandbox = True
+
+    async def reset(self, task: Task, sandbox: Sandbox | None) -> Observation:
+        assert sandbox is not None
+        await self.setup(task, sandbox)
+        return Observation((user(task.instruction),))
+
+    async def run(self, task: Task, agent: Callable[[Task], Awaitable[R]]) -> R:
+        return await agent(task)
+
+    async def close(self) -> None:
+        pass
 
     async def setup(self, task: Task, sandbox: Sandbox) -> None:
+        """Lay the task's files into a fresh sandbox. Raises `SandboxError` when it cannot."""
         if task.directory is not None:
             context = task.directory / "environment"
             for step in recipe_of(task.directory).steps:
@@ -26,7 +45,8 @@ class TerminalEnvironment:
         if task.files:
             await sandbox.upload(task.files, task.workdir)
 
-    async def grade(self, task: Task, sandbox: Sandbox) -> Grade:
+    async def grade(self, task: Task, sandbox: Sandbox | None) -> Grade:
+        assert sandbox is not None
         if task.tests is None:
             raise UserError(f"Task {task.id} has no tests.")
         env = {**task.env, **_resolved(task, "verifier_env")}

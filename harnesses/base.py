@@ -2,13 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
+from titogym.envs.environment import InteractiveEnvironment, Observation
 from titogym.envs.sandboxes.base import Mount, Sandbox
 from titogym.envs.task import Task
 
 Outcome = Literal[
-    "finished", "turn_limit", "token_limit", "context_limit", "timeout", "engine_error", "crashed"
+    "finished",
+    "turn_limit",
+    "token_limit",
+    "context_limit",
+    "timeout",
+    "engine_error",
+    "environment_error",
+    "crashed",
 ]
 
 
@@ -67,4 +75,19 @@ class Harness(Protocol):
 
     async def close(self) -> None:
         """Let go of what `prepare` and `run` opened. Safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class Player(Protocol):
+    """A harness that can also attempt the tasks of interactive environments."""
+
+    async def play(
+        self, task: Task, environment: InteractiveEnvironment, first: Observation, connection: Connection
+    ) -> HarnessResult:
+        """Show the model what `environment` says, and `step` it by what the model answers, until it is done.
+
+        `first` is what `reset` returned. Limits and failures are as in `Harness.run`; a `step` that raises
+        is the outcome `environment_error`.
+        """
         ...

@@ -1,4 +1,4 @@
-"""One attempt at one task: sandbox, session, agent, grade, trajectories; and nothing left behind.
+"""One attempt at one task: session, sandbox, environment, agent, grade, trajectories; nothing left behind.
 
 Whatever goes wrong inside becomes a failed result with one clear sentence. Clean-up runs on every way
 out, cancellation included. When this process is killed, the sandbox dies with it (its processes are
@@ -11,18 +11,18 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 from urllib.parse import urlsplit
 
 from titogym.cancellation import to_its_end
-from titogym.envs.environment import Environment
+from titogym.envs.environment import AgentEnvironment, Environment, InteractiveEnvironment, Observation
 from titogym.envs.registry import environment as find_environment
 from titogym.envs.sandboxes.base import Sandbox, SandboxBackend, SandboxError, SandboxSpec
 from titogym.envs.task import GradingError, Task
 from titogym.errors import UserError
 from titogym.gateway.client import GatewayClient, GatewayError, SessionHandle
 from titogym.gateway.trajectories import Trajectory
-from titogym.harnesses.base import Connection, Harness, HarnessResult, Outcome
+from titogym.harnesses.base import Connection, Harness, HarnessResult, Outcome, Player
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +116,16 @@ class _Failed(Exception):
         self.error = error
 
 
+@dataclass(frozen=True, slots=True)
+class _World:
+    """What the set-up made."""
+
+    environment: Environment
+    first: Observation
+    sandbox: Sandbox | None
+    connection: Connection
+
+
 class _Episode:
     """The state of one `run_episode`: what has been made so far, and the result that is filled in."""
 
@@ -137,18 +147,19 @@ class _Episode:
         # Creation runs in tasks of its own: a cancellation in its midst must still know what to destroy.
         self._session: asyncio.Task[SessionHandle] | None = None
         self._sandbox: asyncio.Task[Sandbox] | None = None
+        self._environment: Environment | None = None
         self.result = EpisodeResult(task.id, "setup_error")
 
     async def run(self) -> None:
         result = self.result
         try:
             with self._phase("setup"):
-                environment, connection, sandbox = await self._set_up()
+                world = await self._set_up()
             with self._phase("agent"):
-                ended = await self._let_work(sandbox, connection)
+                ended = await self._let_work(world)
             result.outcome, result.error, result.log = ended.outcome, ended.detail or None, ended.log
             with self._phase("grade"):
-                await self._grade(environment, sandbox)
+                await self._grade(world)
         except _Failed as failure:
             result.outcome, result.error = failure.outcome, failure.error
         with self._phase("collect"):
@@ -157,23 +168,22 @@ class _Episode:
     async def clean_up(self, *, keep_session: bool) -> None:
         """Destroy what was made, whatever state it is in. Failures are logged: there is no one to tell."""
         session = None if keep_session else self._session
+        if self._environment is not None:
+            await _quietly("environment", self._environment.close())
         await asyncio.gather(
             _destroy("sandbox", self._sandbox, lambda sandbox: sandbox.destroy()),
             _destroy("session", session, lambda session: self._gateway.delete(session.id)),
         )
 
-    async def _set_up(self) -> tuple[Environment, Connection, Sandbox]:
+    async def _set_up(self) -> _World:
         try:
             environment = find_environment(self._task.environment)
-            if self._harness.inside and not self._gateway.guarded:
-                raise UserError(
-                    f"With the harness {self._harness.name!r} the model's commands can reach the gateway: "
-                    "start it with --admin-key, and give that key to the run."
-                )
+            self._refuse_what_cannot_work(environment)
+            self._environment = environment
             await self._harness.prepare()
             session = await self._create_session()
-            sandbox = await self._create_sandbox(session)
-            await environment.setup(self._task, sandbox)
+            sandbox = await self._create_sandbox(session) if environment.needs_sandbox else None
+            first = await environment.reset(self._task, sandbox)
         except GatewayError as error:
             raise _Failed("gateway_error", f"The gateway gave no session: {error}") from error
         except SandboxError as error:
@@ -182,7 +192,26 @@ class _Episode:
             raise _Failed("setup_error", str(error)) from error
         except Exception as error:
             raise _Failed("setup_error", _unexpected("the set-up", error)) from error
-        return environment, self._connection(session), sandbox
+        return _World(environment, first, sandbox, self._connection(session))
+
+    def _refuse_what_cannot_work(self, environment: Environment) -> None:
+        harness = self._harness
+        if environment.interactive:
+            if not isinstance(harness, Player):
+                raise UserError(
+                    f"The environment {environment.name!r} answers the model turn by turn, which the harness "
+                    f"{harness.name!r} cannot do: use the harness openai_loop."
+                )
+        elif not environment.needs_sandbox:
+            raise UserError(
+                f"The environment {environment.name!r} is agent-driven but says that it needs no sandbox: "
+                "agents work in one."
+            )
+        if harness.inside and not self._gateway.guarded:
+            raise UserError(
+                f"With the harness {harness.name!r} the model's commands can reach the gateway: "
+                "start it with --admin-key, and give that key to the run."
+            )
 
     async def _create_session(self) -> SessionHandle:
         limits = self._task.limits
@@ -217,22 +246,34 @@ class _Episode:
             url = urlsplit(url)._replace(scheme="http", netloc=f"127.0.0.1:{INSIDE_PORT}").geturl()
         return Connection(url, session.api_key, MODEL, self._task.env)
 
-    async def _let_work(self, sandbox: Sandbox, connection: Connection) -> HarnessResult:
+    async def _let_work(self, world: _World) -> HarnessResult:
         limit = self._task.limits.agent_seconds
         try:
             async with asyncio.timeout(limit + HARNESS_GRACE):
-                return await self._harness.run(self._task, sandbox, connection)
+                return await self._attempt(world)
         except TimeoutError:  # the harness did not keep the limit itself
             return HarnessResult("timeout", f"The agent was stopped at its limit of {limit:g} s.")
         except Exception as error:
             return HarnessResult("crashed", _unexpected(f"harness {self._harness.name!r}", error))
 
-    async def _grade(self, environment: Environment, sandbox: Sandbox) -> None:
+    async def _attempt(self, world: _World) -> HarnessResult:
+        harness, environment, sandbox = self._harness, world.environment, world.sandbox
+        if environment.interactive:
+            assert isinstance(harness, Player)
+            player = cast(InteractiveEnvironment, environment)
+            return await harness.play(self._task, player, world.first, world.connection)
+        assert sandbox is not None
+        return await cast(AgentEnvironment, environment).run(
+            self._task, lambda task: harness.run(task, sandbox, world.connection)
+        )
+
+    async def _grade(self, world: _World) -> None:
         limit = self._task.limits.verifier_seconds
         try:
             async with asyncio.timeout(limit + VERIFIER_GRACE):
-                await sandbox.kill_processes()
-                grade = await environment.grade(self._task, sandbox)
+                if world.sandbox is not None:
+                    await world.sandbox.kill_processes()
+                grade = await world.environment.grade(self._task, world.sandbox)
         except TimeoutError:
             self._not_graded(f"the tests were stopped at their limit of {limit:g} s")
         except (GradingError, SandboxError, UserError) as error:
@@ -313,3 +354,11 @@ async def _destroy(
             await destroy(thing)
     except Exception as error:
         log.warning("the %s of an episode was not destroyed: %s: %s", what, type(error).__name__, error)
+
+
+async def _quietly(what: str, closing: Awaitable[None]) -> None:
+    try:
+        async with asyncio.timeout(CLEANUP_SECONDS):
+            await closing
+    except Exception as error:
+        log.warning("the %s of an episode was not closed: %s: %s", what, type(error).__name__, error)

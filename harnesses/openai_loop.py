@@ -1,24 +1,42 @@
-"""The plainest agent: the real OpenAI SDK in a loop, with one tool that runs shell commands.
+"""The plainest agent: the real OpenAI SDK in a loop.
 
-It runs in this process, hundreds of episodes at a time; only its commands run in the sandbox.
+In an agent-driven environment it has one tool, which runs shell commands; an interactive one brings its
+own tools and messages. It runs in this process, hundreds of episodes at a time; only its commands run
+in the sandbox.
 """
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import httpx
 import openai
-from openai.types.chat import ChatCompletion
+from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from pydantic import Field
 
+from titogym.envs.environment import (
+    DONE,
+    Action,
+    InteractiveEnvironment,
+    Observation,
+    Tool,
+    ToolCall,
+    system,
+    tool_result,
+    user,
+)
 from titogym.envs.sandboxes.base import ExecResult, Mount, Sandbox, SandboxError
 from titogym.envs.task import Task
 from titogym.harnesses.base import Connection, HarnessResult, Outcome
 from titogym.harnesses.failures import classify
+
+log = logging.getLogger(__name__)
+
+Step = Callable[[Action], Awaitable[Observation]]
 
 SYSTEM = (
     "You solve tasks in a Linux sandbox. Use the bash tool to look around, change files and check your "
@@ -27,6 +45,7 @@ SYSTEM = (
 )
 TOOL_DESCRIPTION = "Run a bash command and return its output."
 MALFORMED = "Your tool call could not be read. Call the bash tool with JSON arguments, one string: command."
+MALFORMED_ANY = "Your tool call could not be read. Call a tool by its name, with its arguments as JSON."
 
 # Text that only stands in an answer when the model meant to call a tool and got the syntax wrong.
 CALL_MARKS = ("<tool_call", "</tool_call", "<function", "[TOOL_CALLS]", "<|tool_call")
@@ -40,12 +59,22 @@ class _Stop(Exception):
         self.detail = detail
 
 
+@dataclass(frozen=True, slots=True)
+class _World:
+    """Whom the model talks to: what it is told first, what answers it, and how faults of that are named."""
+
+    first: Observation
+    step: Step
+    malformed: str
+    fault: tuple[Outcome, str]
+
+
 @dataclass
 class OpenAILoop:
     """A tool loop over chat completions.
 
-    system, tool_description, malformed: what the model reads; keep them short for a tiny model.
-      `{workdir}` in `system` becomes the task's work directory; an empty system text sends none.
+    system, tool_description, malformed: what the model reads in a shell; keep them short for a tiny
+      model. `{workdir}` in `system` becomes the task's work directory; an empty system text sends none.
     command_seconds: time limit of one command (s).
     output_chars: most characters of one command's output that the model is shown.
     max_tokens: most tokens of one turn; None leaves it to the session.
@@ -68,20 +97,12 @@ class OpenAILoop:
 
     def __post_init__(self) -> None:
         self._tls = httpx.create_ssl_context()  # making one takes longer than a turn
-        self._tools = [
-            {
-                "type": "function",
-                "function": {
-                    "name": "bash",
-                    "description": self.tool_description,
-                    "parameters": {
-                        "type": "object",
-                        "properties": {"command": {"type": "string"}},
-                        "required": ["command"],
-                    },
-                },
-            }
-        ]
+        parameters = {
+            "type": "object",
+            "properties": {"command": {"type": "string"}},
+            "required": ["command"],
+        }
+        self.bash = Tool("bash", self.tool_description, parameters)
 
     async def prepare(self) -> None:
         pass
@@ -93,17 +114,41 @@ class OpenAILoop:
         pass
 
     async def run(self, task: Task, sandbox: Sandbox, connection: Connection) -> HarnessResult:
+        messages = [user(task.instruction)]
+        if self.system:
+            messages.insert(0, system(self.system.replace("{workdir}", task.workdir)))
+
+        async def step(action: Action) -> Observation:
+            if not action.tool_calls:
+                return DONE
+            answers = [tool_result(call, await self._answer(call, sandbox)) for call in action.tool_calls]
+            return Observation(tuple(answers))
+
+        world = _World(
+            Observation(tuple(messages), (self.bash,)),
+            step,
+            self.malformed,
+            ("crashed", "The sandbox failed the agent"),
+        )
+        return await self._attempt(task, world, connection)
+
+    async def play(
+        self, task: Task, environment: InteractiveEnvironment, first: Observation, connection: Connection
+    ) -> HarnessResult:
+        fault: tuple[Outcome, str] = ("environment_error", f"The environment {environment.name!r} failed")
+        world = _World(first, environment.step, MALFORMED_ANY, fault)
+        return await self._attempt(task, world, connection)
+
+    async def _attempt(self, task: Task, world: _World, connection: Connection) -> HarnessResult:
         progress = {"turns": 0, "tokens": 0}
         try:
             async with asyncio.timeout(task.limits.agent_seconds), self._connect(connection) as client:
-                await self._converse(task, sandbox, client, connection.model, progress)
+                await self._converse(task, world, client, connection.model, progress)
         except _Stop as stop:
             return HarnessResult(stop.outcome, stop.detail, metadata=progress)
         except TimeoutError:
             detail = f"The agent was stopped at its limit of {task.limits.agent_seconds:g} s."
             return HarnessResult("timeout", detail, metadata=progress)
-        except SandboxError as error:
-            return HarnessResult("crashed", f"The sandbox failed the agent: {error}", metadata=progress)
         except openai.OpenAIError as error:
             outcome, detail = classify(error)
             return HarnessResult(outcome, detail, metadata=progress)
@@ -128,39 +173,43 @@ class OpenAILoop:
     async def _converse(
         self,
         task: Task,
-        sandbox: Sandbox,
+        world: _World,
         client: openai.AsyncOpenAI,
         model: str,
         progress: dict[str, int],
     ) -> None:
-        messages: list[dict[str, Any]] = []
-        if self.system:
-            messages.append({"role": "system", "content": self.system.replace("{workdir}", task.workdir)})
-        messages.append({"role": "user", "content": task.instruction})
+        messages = [dict(message) for message in world.first.messages]
+        tools = [tool.as_function() for tool in world.first.tools]
+        if world.first.done:
+            return
         while progress["turns"] < task.limits.turns:
-            completion = await self._turn(client, model, messages)
+            completion = await self._turn(client, model, messages, tools)
             progress["turns"] += 1
             progress["tokens"] += completion.usage.completion_tokens if completion.usage else 0
             choice = completion.choices[0]
             messages.append(choice.message.to_dict())
-            if choice.message.tool_calls:
-                for call in choice.message.tool_calls:
-                    text = await self._answer(call, sandbox)
-                    messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
-            elif choice.finish_reason == "length":
+            action = _action(choice.message)
+            if not action.tool_calls and choice.finish_reason == "length":
                 raise _Stop("token_limit", "A turn ran into its token limit before the model ended it.")
-            elif any(mark in (choice.message.content or "") for mark in CALL_MARKS):
-                messages.append({"role": "user", "content": self.malformed})
+            if not action.tool_calls and tools and any(mark in action.content for mark in CALL_MARKS):
+                messages.append({"role": "user", "content": world.malformed})
             else:
-                return
+                observation = await _stepped(world, action)
+                if observation.done:
+                    return
+                messages += [dict(message) for message in observation.messages]
             if task.limits.tokens is not None and progress["tokens"] >= task.limits.tokens:
                 raise _Stop("token_limit", f"The agent sampled its limit of {task.limits.tokens} tokens.")
         raise _Stop("turn_limit", f"The agent reached its limit of {task.limits.turns} turns.")
 
     async def _turn(
-        self, client: openai.AsyncOpenAI, model: str, messages: list[dict[str, Any]]
+        self,
+        client: openai.AsyncOpenAI,
+        model: str,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
     ) -> ChatCompletion:
-        body = {"model": model, "messages": messages, "tools": self._tools, **self.request}
+        body = {"model": model, "messages": messages, **({"tools": tools} if tools else {}), **self.request}
         if self.max_tokens is not None:
             body["max_tokens"] = self.max_tokens
         # The same request as `client.chat.completions.create(...)`, which first walks every message of
@@ -168,17 +217,38 @@ class OpenAILoop:
         completion: ChatCompletion = await client.post("/chat/completions", cast_to=ChatCompletion, body=body)
         return completion
 
-    async def _answer(self, call: Any, sandbox: Sandbox) -> str:
-        """Run one tool call; what was wrong with it is an answer too."""
-        if call.function.name != "bash":
-            return f"error: there is no tool {call.function.name!r}, only 'bash'"
+    async def _answer(self, call: ToolCall, sandbox: Sandbox) -> str:
+        """Run one shell call; what was wrong with it is an answer too."""
+        if call.name != "bash":
+            return f"error: there is no tool {call.name!r}, only 'bash'"
         try:
-            command = json.loads(call.function.arguments)["command"]
-        except (ValueError, TypeError, KeyError):
+            command = json.loads(call.arguments)["command"]
+        except (ValueError, TypeError, KeyError, RecursionError):
             command = None
         if not isinstance(command, str):
             return 'error: the arguments must be JSON like {"command": "ls"}'
         return render(await sandbox.exec(command, timeout=self.command_seconds), self.output_chars)
+
+
+def _action(message: ChatCompletionMessage) -> Action:
+    calls = [
+        ToolCall(call.id, call.function.name, call.function.arguments)
+        for call in message.tool_calls or ()
+        if call.type == "function"
+    ]
+    return Action(message.content or "", tuple(calls))
+
+
+async def _stepped(world: _World, action: Action) -> Observation:
+    """The world's answer. Raises `_Stop` where it has none: that is not the model's fault."""
+    outcome, sentence = world.fault
+    try:
+        return await world.step(action)
+    except SandboxError as error:
+        raise _Stop(outcome, f"{sentence}: {error}") from error
+    except Exception as error:
+        log.error("%s", sentence, exc_info=error)
+        raise _Stop(outcome, f"{sentence}: {type(error).__name__}: {error}") from error
 
 
 def render(result: ExecResult, limit: int) -> str:

@@ -61,7 +61,7 @@ def test_rows_are_what_the_turns_add_up_to(prepared):
 
 def test_the_prompt_is_the_one_that_the_harness_sends(prepared):
     assets, conversations, _ = prepared
-    offered = Prefix(tools=tuple(OpenAILoop(system="")._tools))
+    offered = Prefix(tools=(OpenAILoop(system="").bash.as_function(),))
     first = conversations[0][:1]
     assert assets.encode(first, offered, add_generation_prompt=True) == assets.encode(
         first, PREFIX, add_generation_prompt=True
