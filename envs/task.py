@@ -20,6 +20,21 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class AllowList:
+    """A network that ends at a proxy, which connects to these hosts and no other.
+
+    `example.org` is that very name, `*.example.org` every name below it; an address or a range such as
+    `10.0.0.0/8` stands for itself. A name that leads to an address that is not public is refused unless
+    the address is listed too. Programs find the proxy by HTTP_PROXY and HTTPS_PROXY.
+    """
+
+    hosts: tuple[str, ...]
+
+
+Network = Literal["none", "open"] | AllowList
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """One prompt with what its environment and grader need.
 
@@ -36,7 +51,7 @@ class Task:
     tests: dict[str, str] | Path | None = None  # file tree, or directory that holds it
     solution: dict[str, str] | Path | None = None
     limits: Limits = Limits()
-    network: Literal["none", "open"] = "none"
+    network: Network = "none"
     workdir: str = "/workspace"
     env: dict[str, str] = field(default_factory=dict)
     split: Literal["train", "test"] = "train"

@@ -1,13 +1,20 @@
-"""What environments and harnesses ask of a sandbox. Backends: `local` (bubblewrap)."""
+"""What environments and harnesses ask of a sandbox, whatever backend makes it (see `registry`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from titogym.envs.task import Limits, Task
+from titogym.envs.task import Limits, Network, Task
+from titogym.errors import UserError
 
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # no agent can write there
+TIMED_OUT = 124
+OUT_OF_MEMORY = 137
+CANNOT_RUN = 126
+LIFETIME = 3600.0  # s that a sandbox may need beyond its task's own limits: set-up, waiting, grading
+
+Output = Callable[[Literal["stdout", "stderr"], bytes], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,21 +26,43 @@ class Mount:
 
 
 @dataclass(frozen=True, slots=True)
+class Build:
+    """An image to be built from the Dockerfile in the directory `context`, within `seconds`.
+
+    Built once; later sandboxes reuse it as long as nothing in `context` has changed.
+    """
+
+    context: Path
+    seconds: float = 600.0
+    dockerfile: str = "Dockerfile"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A kept file system of the backend `backend`, under the name `reference` that the backend gave it."""
+
+    backend: str
+    reference: str
+
+
+@dataclass(frozen=True, slots=True)
 class SandboxSpec:
     """What to create. Labels name the run and the episode, so that leftovers can be found and destroyed.
 
     `services` are the only ways out of a sandbox without network: TCP ports on its own loopback, each
     leading to one `host:port` as the driver sees it (the gateway, for an agent that runs inside).
+    `lifetime` (s after creation) is for how long a reaper that cannot see the driver spares it.
     """
 
-    image: str | None = None  # None: the backend's plain system
+    image: str | Build | Snapshot | None = None  # None: the backend's plain system
     limits: Limits = field(default_factory=Limits)
-    network: Literal["none", "open"] = "none"
+    network: Network = "none"
     workdir: str = "/workspace"
     env: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     mounts: tuple[Mount, ...] = ()
     services: Mapping[int, str] = field(default_factory=dict)
+    lifetime: float = LIFETIME
 
     @classmethod
     def for_task(cls, task: Task, labels: Mapping[str, str] | None = None) -> "SandboxSpec":
@@ -44,6 +73,7 @@ class SandboxSpec:
             workdir=task.workdir,
             env=task.env,
             labels={"task": task.id, **(labels or {})},
+            lifetime=LIFETIME + task.limits.agent_seconds + task.limits.verifier_seconds,
         )
 
 
@@ -60,8 +90,20 @@ class ExecResult:
     running: int = 0  # processes alive in the sandbox when the command ended
 
 
+@dataclass(frozen=True, slots=True)
+class Reaped:
+    """Ids of leftovers that were destroyed, and of those that could not be, with the reason."""
+
+    destroyed: list[str]
+    failed: dict[str, str]
+
+
 class SandboxError(Exception):
     """The sandbox could not be created or has gone. The message names the cause."""
+
+
+class Unsupported(UserError):
+    """This backend cannot do what was asked; the message says which can, or what to change."""
 
 
 class Sandbox(Protocol):
@@ -79,11 +121,13 @@ class Sandbox(Protocol):
         env: Mapping[str, str] | None = None,
         stdin: bytes | None = None,
         max_output: int = 1 << 20,
+        on_output: Output | None = None,
     ) -> ExecResult:
         """Run a shell line (str) or an argv. On timeout (s) the whole process tree is killed.
 
-        Keeps the first `max_output` bytes of each stream. Files and background processes outlast the
-        command; its directory and environment do not.
+        Keeps the first `max_output` bytes of each stream; `on_output` is called with every piece of them as
+        it arrives. Files and background processes outlast the command; its directory and environment do
+        not.
         """
         ...
 
@@ -111,16 +155,58 @@ class Sandbox(Protocol):
     ) -> "Sandbox":
         """A fresh sandbox that takes over this one's files; this one is destroyed.
 
-        No process survives. System directories, `/etc` and `/logs` are new; `read_only` maps absolute paths
-        inside to trees that appear there, unwritable; `env` replaces the environment of the spec, whose
-        mounts and services are gone.
+        No process survives, and `/logs` is new; `read_only` maps absolute paths inside to trees that
+        appear there, unwritable; `env` replaces the environment of the spec, whose mounts and services are
+        gone. System directories and `/etc` are new too, or else what the agent changed there stands in the
+        successor's `remarks`.
+        """
+        ...
+
+    async def snapshot(self) -> Snapshot:
+        """Keep the file system as it is now, for any number of later sandboxes (`SandboxSpec.image`).
+
+        What runs inside is paused meanwhile, or killed where it cannot be.
+        It is the caller's to delete, by `SandboxBackend.delete_snapshot`. Raises `Unsupported`.
         """
         ...
 
     async def destroy(self) -> None:
-        """Kill everything and delete the file system. Safe to call twice."""
+        """Kill everything and delete the file system. Safe to call twice.
+
+        A failure is retried first. Raises `SandboxError` when something remains, which the backend then
+        also lists in `undestroyed`.
+        """
         ...
 
 
-class SandboxBackend(Protocol):
-    async def create(self, spec: SandboxSpec) -> Sandbox: ...
+class Reaper(Protocol):
+    """Finds what dead drivers left, by the labels that a sandbox bears from its creation on."""
+
+    async def reap(self) -> Reaped:
+        """Destroy every sandbox whose driver is dead, or cannot be seen and whose lifetime is over."""
+        ...
+
+
+class SandboxBackend(Reaper, Protocol):
+    """Makes sandboxes. Constructed with `labels` for all of them and options of its own.
+
+    One object serves one event loop.
+    """
+
+    name: str
+    undestroyed: dict[str, str]  # id of a sandbox that would not go -> why
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        """Raises `UserError` (`Unsupported`) for what can never be made here, `SandboxError` for a failure.
+
+        Nothing is left behind by a creation that fails or is cancelled.
+        """
+        ...
+
+    async def delete_snapshot(self, snapshot: Snapshot) -> None:
+        """Safe to call twice. Raises `Unsupported` for a snapshot of another backend."""
+        ...
+
+    async def close(self) -> None:
+        """Try once more to destroy what would not go; let go of connections. Safe to call twice."""
+        ...

@@ -23,17 +23,28 @@ from dataclasses import replace
 from pathlib import Path
 
 from titogym.cancellation import to_its_end
-from titogym.envs.sandboxes import bubblewrap, cgroups, owners, reaper
-from titogym.envs.sandboxes.base import SYSTEM_PATH, ExecResult, Mount, SandboxError, SandboxSpec
+from titogym.envs.sandboxes import bubblewrap, cgroups, owners, reaper, snapshots
+from titogym.envs.sandboxes.base import (
+    CANNOT_RUN,
+    OUT_OF_MEMORY,
+    SYSTEM_PATH,
+    TIMED_OUT,
+    ExecResult,
+    Mount,
+    Output,
+    Reaped,
+    SandboxError,
+    SandboxSpec,
+    Snapshot,
+    Unsupported,
+)
+from titogym.envs.sandboxes.destruction import Destruction
 from titogym.envs.sandboxes.machine import Machine, Outcome
 from titogym.envs.sandboxes.relay import Relay
 from titogym.envs.sandboxes.storage import StorageWatch
 from titogym.errors import UserError
 from titogym.venvs import home
 
-TIMED_OUT = 124
-OUT_OF_MEMORY = 137
-CANNOT_RUN = 126
 _BASE_ENV = {"PATH": SYSTEM_PATH, "HOME": "/root", "LANG": "C.UTF-8", "USER": "root"}
 _FIRST_USER, _USERS = 2_000_000_000, 100_000_000  # host user ids that nobody else hands out
 
@@ -48,27 +59,29 @@ def default_root() -> Path:
 class LocalBackend:
     """Makes sandboxes below `root`. `labels` are added to those of every sandbox."""
 
+    name = "local"
+
     def __init__(self, root: Path | None = None, labels: Mapping[str, str] | None = None) -> None:
         self.root = root or default_root()
         self.labels = dict(labels or {})
         self.hierarchies: tuple[cgroups.Hierarchy, ...] = ()
         self.storage = StorageWatch(self.root)
+        self.destruction = Destruction()
         self._prepared: asyncio.Task[None] | None = None
 
     async def create(self, spec: SandboxSpec) -> "LocalSandbox":
         """Raises `UserError` when this machine cannot make sandboxes, `SandboxError` when one fails."""
-        if spec.image is not None:
-            raise UserError(
-                f"The local sandbox cannot run the image {spec.image!r}: it has this machine's programs only."
+        if spec.image is not None and not isinstance(spec.image, Snapshot):
+            raise Unsupported(
+                f"The local sandbox cannot run {spec.image!r}, it has this machine's programs only: use the "
+                "docker or daytona sandbox."
             )
         if spec.services and spec.network == "open":
-            raise UserError(
+            raise Unsupported(
                 "The local sandbox cannot offer services to a task with an open network, which shares the "
                 "ports of this machine: give the task no network."
             )
-        if self._prepared is None:
-            self._prepared = asyncio.create_task(asyncio.to_thread(self._prepare))
-        await asyncio.shield(self._prepared)
+        await self._ready()
         sandbox = LocalSandbox(self, replace(spec, labels={**self.labels, **spec.labels}))
         try:
             await sandbox.start()
@@ -76,6 +89,28 @@ class LocalBackend:
             await sandbox.destroy()
             raise
         return sandbox
+
+    @property
+    def undestroyed(self) -> dict[str, str]:
+        return self.destruction.undestroyed
+
+    async def reap(self) -> Reaped:
+        await self._ready()
+        return await asyncio.to_thread(reaper.reap, self.root, self.hierarchies)
+
+    async def delete_snapshot(self, snapshot: Snapshot) -> None:
+        if snapshot.backend != self.name:
+            raise Unsupported(f"{snapshot} is not a snapshot of the local sandbox.")
+        name = snapshot.reference
+        await self.destruction(name, lambda: asyncio.to_thread(reaper.remove, self.root, (), name))
+
+    async def close(self) -> None:
+        await self.destruction.remaining()
+
+    async def _ready(self) -> None:
+        if self._prepared is None:
+            self._prepared = asyncio.create_task(asyncio.to_thread(self._prepare))
+        await asyncio.shield(self._prepared)
 
     def _prepare(self) -> None:
         """Once per backend: look at the host, make the root, destroy what dead drivers left."""
@@ -131,6 +166,7 @@ class LocalSandbox:
         env: Mapping[str, str] | None = None,
         stdin: bytes | None = None,
         max_output: int = 1 << 20,
+        on_output: Output | None = None,
     ) -> ExecResult:
         arguments = [bubblewrap.host().shell, "-c", command] if isinstance(command, str) else command
         try:
@@ -141,6 +177,7 @@ class LocalSandbox:
                 stdin=stdin or b"",
                 timeout=timeout,
                 max_output=max_output,
+                on_output=on_output,
             )
         except ValueError as error:  # what the agent asked for cannot be put into a process
             return ExecResult(CANNOT_RUN, "", f"sandbox: {error}\n")
@@ -204,7 +241,9 @@ class LocalSandbox:
         if self._destroyed:
             raise SandboxError("The sandbox has been destroyed.")
         await self.kill_processes()
-        heir = LocalSandbox(self._backend, replace(self._spec, env=dict(env), mounts=(), services={}))
+        heir = LocalSandbox(
+            self._backend, replace(self._spec, image=None, env=dict(env), mounts=(), services={})
+        )
         heir._user = self._user  # the files are its
         try:
             heir.remarks += self.remarks
@@ -217,11 +256,29 @@ class LocalSandbox:
             raise
         return heir
 
+    async def snapshot(self) -> Snapshot:
+        if self._destroyed:
+            raise SandboxError("The sandbox has been destroyed.")
+        await self.kill_processes()  # nothing may lay links in the way of the copy
+        snapshot = Snapshot(self._backend.name, owners.new_id())
+        try:
+            await to_its_end(asyncio.to_thread(self._keep, self._backend.root / snapshot.reference))
+        except BaseException:
+            await self._backend.delete_snapshot(snapshot)
+            raise
+        return snapshot
+
+    def _keep(self, home: Path) -> None:
+        home.mkdir(mode=0o700)
+        reaper.write_record(home, {**self._spec.labels, "snapshot-of": self.id}, ())
+        (home / "root").mkdir()
+        snapshots.copy_entries(self._root, home / "root", None)
+
     async def destroy(self) -> None:
-        await to_its_end(self._destroy())
+        self._destroyed = True
+        await self._backend.destruction(self.id, self._destroy)
 
     async def _destroy(self) -> None:
-        self._destroyed = True
         self._backend.storage.discard(self)
         try:
             await self.kill_processes()
@@ -240,6 +297,9 @@ class LocalSandbox:
         reaper.write_record(self._home, self._spec.labels, cgroups.directories(hierarchies, self.id))
         self._group = cgroups.create(hierarchies, self.id, self._spec.limits)
         bubblewrap.make_system(self._root, network=self._spec.network == "open", user=self._user)
+        if isinstance(self._spec.image, Snapshot):
+            kept = snapshots.directory(self._backend.root, self._spec.image)
+            snapshots.copy_entries(kept, self._root, self._user)
         if inherit is not None:
             _hand_over(inherit, self._root)
         replaced = bubblewrap.complete(self._root, workdir=self._spec.workdir, user=self._user)
@@ -312,11 +372,18 @@ class LocalSandbox:
         stdin: bytes,
         timeout: float | None,
         max_output: int,
+        on_output: Output | None = None,
     ) -> Outcome:
         machine = await self._running()
         try:
             return await machine.run(
-                arguments, cwd=cwd, env=env, stdin=stdin, timeout=timeout, max_output=max_output
+                arguments,
+                cwd=cwd,
+                env=env,
+                stdin=stdin,
+                timeout=timeout,
+                max_output=max_output,
+                on_output=on_output,
             )
         except SandboxError:
             self._refuse_if_full()

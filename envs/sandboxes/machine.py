@@ -14,10 +14,11 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Literal
 
-from titogym.envs.sandboxes.base import SandboxError
+from titogym.envs.sandboxes.base import Output, SandboxError
 
 START_SECONDS = 60.0  # bubblewrap and process 1 take ~20 ms; a busy machine may take its time
 KILL_SECONDS = 5.0  # from asking process 1 to kill a command until the namespaces are killed instead
@@ -133,17 +134,19 @@ class Machine:
         stdin: bytes,
         timeout: float | None,
         max_output: int,
+        on_output: Output | None = None,
     ) -> Outcome:
         """Run one command to its end, or to its timeout (s); then its whole tree is killed.
 
-        Keeps the first `max_output` bytes of each stream. Cancelling kills the tree as well.
+        Keeps the first `max_output` bytes of each stream, and tells `on_output` of each piece that it keeps.
+        Cancelling kills the tree as well.
         """
         if not self.alive:
             raise SandboxError("The sandbox is no longer running.")
         request = _request(arguments, cwd, env)
         self._number += 1
         number = self._number
-        stdout, stderr = self._send(number, request, stdin, max_output)
+        stdout, stderr = self._send(number, request, stdin, max_output, on_output)
         exited = self._waiting[number] = self._loop.create_future()
         alarm = None if timeout is None else self._loop.call_later(timeout, self._overrun, number)
         try:
@@ -189,16 +192,20 @@ class Machine:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._init, signal.SIGKILL)
 
-    def _send(self, number: int, request: bytes, stdin: bytes, cap: int) -> "tuple[_Pipe, _Pipe]":
+    def _send(
+        self, number: int, request: bytes, stdin: bytes, cap: int, on_output: Output | None
+    ) -> "tuple[_Pipe, _Pipe]":
         opened: list[int] = []  # those that process 1 gets
         pipes: list[_Pipe] = []
         try:
             opened.append(_memory_file(request))
             opened.append(_memory_file(stdin) if stdin else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-            for _ in range(2):
+            names: tuple[Literal["stdout", "stderr"], ...] = ("stdout", "stderr")
+            for name in names:
                 reader, writer = os.pipe2(os.O_CLOEXEC)
                 opened.append(writer)
-                pipes.append(_Pipe(self._loop, reader, cap, self._pipes))
+                tell = partial(on_output, name) if on_output else None
+                pipes.append(_Pipe(self._loop, reader, cap, self._pipes, tell))
             socket.send_fds(self._control, [b"run %d" % number], opened)
         except OSError as error:
             for pipe in pipes:
@@ -253,10 +260,18 @@ class _Pipe:
     a broken pipe, until the last of them closes its end.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, fd: int, cap: int, registry: "set[_Pipe]") -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        fd: int,
+        cap: int,
+        registry: "set[_Pipe]",
+        tell: Callable[[bytes], None] | None,
+    ) -> None:
         self.data = bytearray()
         self.truncated = False
         self._loop, self._fd, self._cap, self._registry = loop, fd, cap, registry
+        self._tell = tell
         self._released = False
         self._open = True
         os.set_blocking(fd, False)
@@ -297,6 +312,8 @@ class _Pipe:
             return False
         if self._released:
             return True
+        if self._tell is not None and (kept := piece[: self._cap - len(self.data)]):
+            self._tell(kept)
         self.data += piece
         if len(self.data) > self._cap:
             del self.data[self._cap :]

@@ -13,21 +13,12 @@ import subprocess
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from titogym.envs.sandboxes import cgroups, owners
-from titogym.envs.sandboxes.base import SandboxError
+from titogym.envs.sandboxes.base import Reaped, SandboxError
 
 RECORD = "record.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Reaped:
-    """Ids of leftovers that were destroyed, and of those that could not be, with the reason."""
-
-    destroyed: list[str]
-    failed: dict[str, str]
 
 
 def reap(root: Path, hierarchies: tuple[cgroups.Hierarchy, ...]) -> Reaped:

@@ -394,7 +394,7 @@ async def test_services_are_the_only_way_out(backend):
 
 
 async def test_images_are_refused(backend):
-    with pytest.raises(UserError, match="image 'debian:12'"):
+    with pytest.raises(UserError, match="cannot run 'debian:12'"):
         await backend.create(SandboxSpec(image="debian:12"))
 
 

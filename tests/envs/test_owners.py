@@ -1,5 +1,6 @@
 import os
 import subprocess
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -19,7 +20,7 @@ def test_an_ended_process_is_dead_even_as_a_zombie():
     child = subprocess.Popen(["sleep", "60"])
     started = owners._started(child.pid)
     assert started is not None
-    owner = owners.Owner(owners.me().namespace, child.pid, started)
+    owner = replace(owners.me(), pid=child.pid, started=started)
     assert not owner.dead()
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie now
@@ -30,12 +31,21 @@ def test_an_ended_process_is_dead_even_as_a_zombie():
 
 def test_a_reused_pid_is_another_owner():
     me = owners.me()
-    assert owners.Owner(me.namespace, me.pid, me.started - 1).dead()
+    assert replace(me, started=me.started - 1).dead()
 
 
 def test_owners_that_cannot_be_seen_are_left_alone():
     me = owners.me()
-    assert not owners.Owner(me.namespace + 1, me.pid, me.started - 1).dead()
+    for elsewhere in ({"namespace": me.namespace + 1}, {"boot": "another-machine"}):
+        owner = replace(me, started=me.started - 1, **elsewhere)
+        assert not owner.visible()
+        assert not owner.dead()
+
+
+def test_an_owner_survives_its_label():
+    assert owners.parse(str(owners.me())) == owners.me()
+    assert owners.parse("1-2-3") is None
+    assert owners.parse("boot/1-2-x") is None
 
 
 @given(st.text(max_size=40))
