@@ -1,22 +1,67 @@
-"""Finds environments and tasks by name: built in, from entry points, or by dotted path."""
+"""Finds environments and tasks by name: built in, from entry points, or by dotted path.
+
+Where tasks are asked for (`titogym run`, `titogym eval`, `environment.source` of a training run), a source
+is one of
+
+    path/to/task            a task directory
+    path/to/tasks           a directory of them
+    starter                 those that come with titogym
+    questions.jsonl         a file of questions, one a line
+    arithmetic              a task generator, by its name
+    my_package.tasks:make   or by its dotted path
+
+and all of them take options as the query of a URL does: `arithmetic?level=2&split=test&seed=7`. `split`,
+`seed` and `count` say which tasks; the rest are the generator's own.
+"""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
-from titogym import dotted
+from titogym import dotted, options
 from titogym.envs.environment import Environment
 from titogym.envs.task import Task
 from titogym.envs.terminal_bench import is_task_directory, load_task
 from titogym.errors import UserError
 
-ENVIRONMENTS = {"terminal": "titogym.envs.terminal:TerminalEnvironment"}
-# A generator is called with (split, seed, count) and returns that many tasks.
-GENERATORS = {"shell": "titogym.envs.shell_tasks:tasks"}
+ENVIRONMENTS = {
+    "terminal": "titogym.envs.terminal:TerminalEnvironment",
+    "arithmetic": "titogym.envs.arithmetic:Arithmetic",
+    "guess": "titogym.envs.guessing:Guessing",
+}
+# A generator is called with (split, seed, count, **options) and returns that many tasks.
+GENERATORS = {
+    "shell": "titogym.envs.shell_tasks:tasks",
+    "arithmetic": "titogym.envs.arithmetic:tasks",
+    "guess": "titogym.envs.guessing:tasks",
+}
 STARTER = Path(__file__).with_name("tasks")  # the task directories that come with titogym
 ENVIRONMENT_GROUP = "titogym.environments"
 GENERATOR_GROUP = "titogym.tasks"
+DEFAULT_COUNT = 100  # tasks of a generator
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where tasks come from: `name` is a path, a generator's name or a dotted path."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> "Source":
+        """Split `name?key=value&key=value`. Raises `UserError`."""
+        if Path(text).exists():
+            return cls(text)
+        name, _, query = text.partition("?")
+        pairs = [options.pair(unquote(word)) for word in query.split("&") if word]
+        keys = [key for key, _ in pairs]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise UserError(f"The source {text!r} gives {twice[0]!r} twice.")
+        return cls(name, dict(pairs))
 
 
 def environments() -> dict[str, str]:
@@ -30,27 +75,51 @@ def generators() -> dict[str, str]:
 
 
 def environment(name: str) -> Environment:
-    """The environment of this name, entry point or dotted path (`package.module:Class`)."""
+    """A new environment of this name, entry point or dotted path (`package.module:Class`)."""
     made: Environment = _find(name, environments(), "environment")()
+    for attribute in ("name", "interactive", "needs_sandbox", "reset", "grade", "close"):
+        if not hasattr(made, attribute):
+            raise UserError(
+                f"The environment {name!r} has no `{attribute}`: see `Environment` in titogym.envs.environment."
+            )
+    driver = "step" if made.interactive else "run"
+    if not hasattr(made, driver):
+        raise UserError(
+            f"The environment {name!r} says interactive = {made.interactive}, but has no `{driver}`."
+        )
     return made
 
 
+def generator(name: str) -> Callable[..., list[Task]]:
+    """The task generator of this name, entry point or dotted path."""
+    found: Callable[..., list[Task]] = _find(name, generators(), "task generator")
+    return found
+
+
 def tasks(source: str, *, split: str = "train", seed: int = 0, count: int | None = None) -> list[Task]:
-    """Tasks from a task directory, a directory of them, `starter`, or a generator's name.
+    """The tasks of a source; the options that stand in it win over `split`, `seed` and `count`.
 
     `split` and `seed` choose among a generator's tasks, of which there are `count` (100 if not said);
-    of directories the first `count` are taken in the order of their names.
+    of directories and files the first `count` are taken in their order. Raises `UserError`.
     """
-    path = STARTER if source == "starter" else Path(source)
+    parsed = Source.parse(source)
+    given = {"split": split, "seed": seed, "count": count, **parsed.options}
+    path = STARTER if parsed.name == "starter" else Path(parsed.name)
     if path.is_dir():
-        return [load_task(directory) for directory in task_directories(path)[:count]]
-    if source not in generators() and ":" not in source:
+        if extra := parsed.options.keys() - {"count"}:
+            raise UserError(f"Task directories take no option {min(extra)!r}, only count.")
+        checked = options.fitted(_of_directories, {"path": path, "count": given["count"]}, f"{parsed.name}")
+        return _of_directories(**checked)
+    if path.suffix == ".jsonl" and path.is_file():
+        name, given = "jsonl", {"path": path, **given}
+    else:
+        name = parsed.name
+    if name not in generators() and ":" not in name:
         raise UserError(
-            f"There are no tasks at {source!r}: give a task directory, a directory of them, or one of "
-            f"{', '.join(sorted(['starter', *generators()]))}."
+            f"There are no tasks at {name!r}: give a task directory, a directory of them, a .jsonl file, or "
+            f"one of {', '.join(sorted(['starter', *generators()]))}."
         )
-    generate: Callable[..., list[Task]] = _find(source, generators(), "task generator")
-    return generate(split=split, seed=seed, count=100 if count is None else count)
+    return _generated(name, given)
 
 
 def task_directories(path: Path) -> list[Path]:
@@ -61,6 +130,20 @@ def task_directories(path: Path) -> list[Path]:
     if not found:
         raise UserError(f"Neither {path} nor a directory in it has a task.toml.")
     return found
+
+
+def _of_directories(path: Path, count: int | None) -> list[Task]:
+    return [load_task(directory) for directory in task_directories(path)[:count]]
+
+
+def _generated(name: str, given: dict[str, Any]) -> list[Task]:
+    generate = generator(name)
+    if given["count"] is None:
+        given["count"] = DEFAULT_COUNT
+    made = generate(**options.fitted(generate, given, f"The task generator {name!r}"))
+    if not made:
+        raise UserError(f"The task generator {name!r} made no task of {given}.")
+    return made
 
 
 def _find(name: str, known: Mapping[str, str], kind: str) -> Any:

@@ -197,6 +197,7 @@ class OpenAILoop:
                 observation = await _stepped(world, action)
                 if observation.done:
                     return
+                messages += _unanswered(action, observation)
                 messages += [dict(message) for message in observation.messages]
             if task.limits.tokens is not None and progress["tokens"] >= task.limits.tokens:
                 raise _Stop("token_limit", f"The agent sampled its limit of {task.limits.tokens} tokens.")
@@ -237,6 +238,16 @@ def _action(message: ChatCompletionMessage) -> Action:
         if call.type == "function"
     ]
     return Action(message.content or "", tuple(calls))
+
+
+def _unanswered(action: Action, observation: Observation) -> list[dict[str, Any]]:
+    """Results for calls that the world passed over: a history with open calls would be refused."""
+    answered = {message.get("tool_call_id") for message in observation.messages}
+    return [
+        dict(tool_result(call, f"error: there is no tool {call.name!r}"))
+        for call in action.tool_calls
+        if call.id not in answered
+    ]
 
 
 async def _stepped(world: _World, action: Action) -> Observation:
