@@ -16,6 +16,10 @@ Level = Literal[1, 2, 3, 4]
 
 _GUESSES = {1: 3, 2: 5, 3: 7, 4: 10}
 _START = 1000  # ranges begin below this
+_INSTRUCTION = (
+    "I am thinking of a whole number from {low} to {high}. You have {guesses} guesses. Answer with your guess "
+    "alone: one number. After each wrong guess I say whether it was too low or too high."
+)
 _NUMBER = re.compile(r"-?\d{1,18}")
 
 
@@ -33,11 +37,7 @@ def tasks(split: Split = "train", seed: int = 0, count: int = 100, level: Level 
     return [
         Task(
             id=f"guess-{level}-{split}-{seed}-{index}",
-            instruction=(
-                f"I am thinking of a whole number from {low} to {low + size - 1}. You have {guesses} guesses. "
-                "Answer with your guess alone: one number. After each wrong guess I say whether it was too low "
-                "or too high."
-            ),
+            instruction=_INSTRUCTION.format(low=low, high=low + size - 1, guesses=guesses),
             environment="guess",
             limits=Limits(turns=guesses, agent_seconds=120.0),
             split=split,

@@ -80,7 +80,7 @@ def environment(name: str) -> Environment:
     for attribute in ("name", "interactive", "needs_sandbox", "reset", "grade", "close"):
         if not hasattr(made, attribute):
             raise UserError(
-                f"The environment {name!r} has no `{attribute}`: see `Environment` in titogym.envs.environment."
+                f"The environment {name!r} has no `{attribute}`: see the protocol titogym.envs.environment."
             )
     driver = "step" if made.interactive else "run"
     if not hasattr(made, driver):

@@ -98,5 +98,5 @@ class _Function:
 
 
 def _name(function: ToolFunction) -> str:
-    name: str = function.__name__  # type: ignore[attr-defined]
+    name: str = function.__name__
     return name
