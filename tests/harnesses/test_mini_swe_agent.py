@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.harnesses.world import PASS_IF_DONE, World, call, say, task
-from titogym.harnesses.mini_swe_agent import MiniSweAgent
+from titogym.harnesses.base import Harness
+from titogym.harnesses.registry import harness
 
 # The first run installs it.
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(900)]
@@ -15,11 +16,11 @@ SUBMIT = call("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
 
 
 @pytest.fixture(scope="module")
-def agent() -> MiniSweAgent:
-    return MiniSweAgent()
+def agent() -> Harness:
+    return harness("mini_swe_agent")
 
 
-async def test_it_works_on_a_task_and_trains_token_exact(world: World, agent: MiniSweAgent) -> None:
+async def test_it_works_on_a_task_and_trains_token_exact(world: World, agent: Harness) -> None:
     """It drops an answer without a tool call and complains in its place: that turn is sampled again."""
     turns = iter([call("cat notes.txt; touch done"), say("Let me think."), SUBMIT])
     world.engine.script = lambda prompt, params: next(turns)
@@ -38,7 +39,7 @@ async def test_it_works_on_a_task_and_trains_token_exact(world: World, agent: Mi
     assert told["info"]["mini_version"] == "2.4.6"
 
 
-async def test_it_keeps_the_tasks_limit_of_turns(world: World, agent: MiniSweAgent) -> None:
+async def test_it_keeps_the_tasks_limit_of_turns(world: World, agent: Harness) -> None:
     world.script(call("true"))
     result = await world.run(task(agent_seconds=120, turns=2), agent)
     assert (result.outcome, result.turns, result.reward) == ("turn_limit", 2, 1.0)
@@ -46,7 +47,7 @@ async def test_it_keeps_the_tasks_limit_of_turns(world: World, agent: MiniSweAge
 
 
 async def test_its_program_is_seen_by_the_sandbox_but_cannot_be_changed(
-    world: World, agent: MiniSweAgent
+    world: World, agent: Harness
 ) -> None:
     await agent.prepare()
     assert {Path(mount.target) for mount in agent.mounts()} == {mount.source for mount in agent.mounts()}

@@ -6,7 +6,7 @@ import pytest
 
 from titogym.errors import UserError
 from titogym.harnesses.command import Command
-from titogym.harnesses.mini_swe_agent import MiniSweAgent
+from titogym.harnesses.agent_program import AgentProgram
 from titogym.harnesses.openai_loop import OpenAILoop
 from titogym.harnesses.registry import harness, names
 
@@ -16,7 +16,7 @@ def test_built_in_harnesses_are_made_with_their_options() -> None:
     assert isinstance(loop, OpenAILoop)
     assert loop.system == "Hi."
     assert isinstance(harness("command", command="x"), Command)
-    assert isinstance(harness("mini_swe_agent"), MiniSweAgent)
+    assert isinstance(harness("mini_swe_agent"), AgentProgram)
 
 
 @pytest.mark.parametrize("name", names())
