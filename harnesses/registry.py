@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from titogym.dotted import load
 from titogym.errors import UserError
+from titogym.harnesses.agent_program import load as load_program
 from titogym.harnesses.base import Harness
 from titogym.harnesses.specification import built_in
 from titogym.options import fitted
@@ -24,6 +26,10 @@ def names() -> list[str]:
 
 def harness(name: str, **options: Any) -> Harness:
     """Make the harness `name` with its `options`. Raises `UserError` for what it does not know or take."""
+    if name in (programs := built_in()):
+        return load_program(name, programs[name], **options)
+    if name.endswith(".toml"):
+        return load_program(Path(name).stem, Path(name), **options)
     factory = _factory(name)
     return factory(**fitted(factory, options, f"The harness {name!r}"))
 
