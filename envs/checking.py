@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titogym.envs.sandboxes.base import SandboxBackend, SandboxError, SandboxSpec
+from titogym.envs.sandboxes.base import SandboxBackend, SandboxError, SandboxSpec, Unsupported
 from titogym.envs.task import GradingError, Task
 from titogym.envs.terminal import TerminalEnvironment
 from titogym.envs.terminal_bench import load_task
@@ -77,6 +77,8 @@ async def check_all(
         async with slots:
             try:
                 return await _attempt(task, backend, solve)
+            except Unsupported:
+                raise
             except (GradingError, SandboxError, UserError) as error:
                 return str(error)
             finally:
@@ -87,7 +89,10 @@ async def check_all(
             task = load_task(directory)
         except UserError as error:
             return Report(directory.name, Trials(1.0, ()), Trials(0.0, ()), str(error))
-        results = await asyncio.gather(*(attempt(task, solve) for solve in [True, False] * repeats))
+        try:
+            results = await asyncio.gather(*(attempt(task, solve) for solve in [True, False] * repeats))
+        except Unsupported as error:
+            return Report(task.id, Trials(1.0, ()), Trials(0.0, ()), str(error))
         return Report(task.id, Trials(1.0, tuple(results[0::2])), Trials(0.0, tuple(results[1::2])))
 
     return list(await asyncio.gather(*(check(directory) for directory in directories)))

@@ -8,10 +8,11 @@ steps and names every instruction that means more than that.
 import json
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from titogym.envs.sandboxes.base import SYSTEM_PATH
+from titogym.envs.sandboxes.base import SYSTEM_PATH, Sandbox, SandboxError
+from titogym.errors import UserError
 
 # Images that hold a plain system; what they have beyond it is at most a Python.
 PLAIN_BASES = frozenset({"debian", "ubuntu", "python", "scratch"})
@@ -71,6 +72,49 @@ def parse(text: str) -> Recipe:
         except (_Refused, ValueError) as refusal:
             reader.refused.append(f"line {number} ({_shorten(line)}): {refusal}")
     return Recipe(reader.base, reader.workdir, reader.env, tuple(reader.steps), tuple(reader.refused))
+
+
+def read(context: Path) -> Recipe:
+    """The Dockerfile in a build context, an empty recipe where there is none.
+
+    Raises `UserError` when it copies what the context does not have, or is no text.
+    """
+    path = context / "Dockerfile"
+    try:
+        recipe = parse(path.read_text(encoding="utf-8") if path.is_file() else "")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error}.") from None
+    refused = [f"{path}, {reason}" for reason in recipe.refused]
+    if (ignored := context / ".dockerignore").exists():
+        refused.append(str(ignored))
+    if not refused:
+        for step in recipe.steps:
+            if isinstance(step, Copy):
+                try:
+                    sources(context, step)
+                except FileNotFoundError as missing:
+                    raise UserError(f"{path} copies {missing}, which does not exist.") from None
+    return replace(recipe, refused=tuple(refused))
+
+
+async def carry_out(recipe: Recipe, context: Path, sandbox: Sandbox, seconds: float) -> None:
+    """Do in a fresh sandbox what the Dockerfile would do to an image, each RUN within `seconds`.
+
+    Raises `SandboxError` naming the line that failed.
+    """
+    for step in recipe.steps:
+        if isinstance(step, Run):
+            done = await sandbox.exec(step.command, cwd=step.cwd, env=step.env, timeout=seconds)
+            if done.exit_code != 0:
+                raise SandboxError(
+                    f"Line {step.line} of {context / 'Dockerfile'} failed with status {done.exit_code}: "
+                    f"{(done.stderr or done.stdout).strip()[-300:]}"
+                )
+            continue
+        for source, target in sources(context, step):
+            await sandbox.upload(source, target)
+            if step.mode is not None:
+                await sandbox.exec(f"chmod -R {step.mode} {shlex.quote(target)}", cwd="/")
 
 
 class _Refused(Exception):

@@ -48,6 +48,8 @@ class Task:
     environment: str = "terminal"
     files: dict[str, str] = field(default_factory=dict)  # path relative to the work directory -> text
     directory: Path | None = None  # the task directory on disk, for terminal-bench tasks
+    image: str | None = None  # an image to pull
+    context: Path | None = None  # else the directory with the Dockerfile that the image is built from
     tests: dict[str, str] | Path | None = None  # file tree, or directory that holds it
     solution: dict[str, str] | Path | None = None
     limits: Limits = Limits()

@@ -1,15 +1,17 @@
 """The terminal environment: files in a sandbox, graded by a test script that the agent never saw."""
 
-import shlex
-from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Literal, TypeVar
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
 
-from titogym.envs import dockerfile
+from titogym.envs import touched
 from titogym.envs.environment import Observation, user
 from titogym.envs.sandboxes.base import ExecResult, Sandbox, SandboxError
+from titogym.envs.scrub import scrub
 from titogym.envs.task import Grade, Task
-from titogym.envs.terminal_bench import recipe_of, resolve_references
+from titogym.envs.terminal_bench import resolve_references
 from titogym.envs.verifier import interpreter, verify
 from titogym.errors import UserError
 
@@ -25,6 +27,9 @@ class TerminalEnvironment:
     interactive: Literal[False] = False
     needs_sandbox = True
 
+    def __init__(self) -> None:
+        self._before: touched.Touchable = {}
+
     async def reset(self, task: Task, sandbox: Sandbox | None) -> Observation:
         assert sandbox is not None
         await self.setup(task, sandbox)
@@ -38,19 +43,21 @@ class TerminalEnvironment:
 
     async def setup(self, task: Task, sandbox: Sandbox) -> None:
         """Lay the task's files into a fresh sandbox. Raises `SandboxError` when it cannot."""
-        if task.directory is not None:
-            context = task.directory / "environment"
-            for step in recipe_of(task.directory).steps:
-                await _carry_out(step, context, sandbox, task.metadata["build_seconds"])
         if task.files:
             await sandbox.upload(task.files, task.workdir)
+        await scrub(sandbox, task.metadata.get("scrub", ()))
+        if check := task.metadata.get("healthcheck"):
+            await _healthy(check, sandbox)
+        self._before = await touched.look(sandbox, task.workdir)
 
     async def grade(self, task: Task, sandbox: Sandbox | None) -> Grade:
         assert sandbox is not None
         if task.tests is None:
             raise UserError(f"Task {task.id} has no tests.")
+        after = await touched.look(sandbox, task.workdir)
         env = {**task.env, **_resolved(task, "verifier_env")}
-        return await verify(sandbox, task.tests, env=env, seconds=task.limits.verifier_seconds)
+        grade = await verify(sandbox, task.tests, env=env, seconds=task.limits.verifier_seconds)
+        return replace(grade, evidence={**grade.evidence, "touched": touched.changes(self._before, after)})
 
     async def solve(self, task: Task, sandbox: Sandbox) -> ExecResult:
         """Run the task's own solution, as its author meant it to be run. Raises `UserError` without one."""
@@ -64,21 +71,22 @@ class TerminalEnvironment:
         )
 
 
-async def _carry_out(
-    step: dockerfile.Copy | dockerfile.Run, context: Path, sandbox: Sandbox, seconds: float
-) -> None:
-    if isinstance(step, dockerfile.Run):
-        done = await sandbox.exec(step.command, cwd=step.cwd, env=step.env, timeout=seconds)
-        if done.exit_code != 0:
+async def _healthy(check: Mapping[str, Any], sandbox: Sandbox) -> None:
+    """Run the task's health check until it succeeds. Raises `SandboxError` when it fails too often."""
+    started = time.monotonic()
+    failures = 0
+    while True:
+        done = await sandbox.exec(check["command"], timeout=check["timeout_sec"])
+        if done.exit_code == 0:
+            return
+        starting = time.monotonic() - started < check["start_period_sec"]
+        failures += not starting
+        if failures >= check["retries"]:
             raise SandboxError(
-                f"Line {step.line} of {context / 'Dockerfile'} failed with status {done.exit_code}: "
-                f"{(done.stderr or done.stdout).strip()[-300:]}"
+                f"The health check {check['command']!r} failed {failures} times: "
+                f"{(done.stderr or done.stdout).strip()[-300:] or f'status {done.exit_code}'}"
             )
-        return
-    for source, target in dockerfile.sources(context, step):
-        await sandbox.upload(source, target)
-        if step.mode is not None:
-            await sandbox.exec(f"chmod -R {step.mode} {shlex.quote(target)}", cwd="/")
+        await asyncio.sleep(check["start_interval_sec" if starting else "interval_sec"])
 
 
 def _resolved(task: Task, key: str) -> dict[str, str]:

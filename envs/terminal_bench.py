@@ -2,58 +2,24 @@
 
     task.toml  instruction.md  environment/Dockerfile  tests/test.sh  solution/solve.sh
 
-`load_task` understands what a sandbox without images can honestly provide and refuses the rest by
-name. Keys that it does not act on are listed in `metadata["unknown_keys"]`: the format evolves.
+`load_task` understands what one sandbox can honestly provide and refuses the rest by name. Whether a task
+can do without an image is in `metadata["needs_image"]`; keys that are not acted on are listed in
+`metadata["unknown_keys"]`: the format evolves.
 """
 
-import math
 import os
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-from titogym.envs import dockerfile
-from titogym.envs.task import Limits, Task
+from titogym.envs import dockerfile, scrub, task_toml
+from titogym.envs.task import AllowList, Limits, Network, Task
+from titogym.envs.task_toml import TaskToml
 from titogym.errors import UserError
 
+DOCKERFILE = "environment/Dockerfile"
 _CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
 _REFERENCE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
-_KNOWN: dict[str, frozenset[str]] = {
-    "": frozenset(
-        {"version", "schema_version", "task", "metadata", "verifier", "agent", "environment", "solution"}
-    )
-    | {"source", "artifacts"},
-    "agent": frozenset({"timeout_sec", "user", "network_mode", "allowed_hosts"}),
-    "verifier": frozenset(
-        {"timeout_sec", "env", "user", "network_mode", "allowed_hosts", "environment_mode"}
-    ),
-    "solution": frozenset({"env"}),
-    "environment": frozenset(
-        {"build_timeout_sec", "docker_image", "cpus", "memory_mb", "memory", "storage_mb"}
-    )
-    | {"storage", "env", "workdir", "network_mode", "allow_internet"},
-}
-# What another backend could do: key -> values that ask for nothing special.
-_CONTAINER_KEYS: dict[str, tuple[object, ...]] = {
-    "steps": (None, []),
-    "agent.user": (None, "root", 0),
-    "agent.network_mode": (None,),
-    "agent.allowed_hosts": (None, []),
-    "verifier.user": (None, "root", 0),
-    "verifier.network_mode": (None,),
-    "verifier.allowed_hosts": (None, []),
-    "verifier.environment": (None,),
-    "verifier.environment_mode": (None, "shared"),
-    "verifier.collect": (None, []),
-    "environment.os": (None, "linux"),
-    "environment.gpus": (None, 0),
-    "environment.tpu": (None,),
-    "environment.mcp_servers": (None, []),
-    "environment.healthcheck": (None,),
-    "environment.allowed_hosts": (None, []),
-}
 
 
 def is_task_directory(directory: Path) -> bool:
@@ -61,46 +27,59 @@ def is_task_directory(directory: Path) -> bool:
 
 
 def load_task(directory: Path) -> Task:
-    """The task in `directory`. Raises `UserError` naming the file and what to change.
-
-    A task whose image cannot be reproduced without a container engine is refused as well.
-    """
+    """The task in `directory`. Raises `UserError` naming the file and what to change."""
     directory = Path(directory).resolve()
+    path = directory / "task.toml"
     config = _read_config(directory)
+    if reasons := list(_unsupported(directory, config)):
+        raise UserError(
+            f"titogym does not run this task, which needs what it does not have: {'; '.join(reasons)}."
+        )
     instruction = _read_instruction(directory)
     tests = directory / "tests"
     if not (tests / "test.sh").is_file():
         raise UserError(f"{tests / 'test.sh'} is missing: a task needs a test script that writes its reward.")
-    recipe = _read_environment(directory, config)
-    environment = config["environment"]
+    context = directory / "environment"
+    recipe = dockerfile.read(context)
+    needs_image = list(_beyond_a_plain_system(path, config, recipe))
+    # Where the task is silent, Harbor's default is the open network, and tests of tasks with an image
+    # commonly install what they need; a task that a plain system can run needs none, and gets none.
+    silent: task_toml.NetworkMode = "public" if needs_image else "no-network"
+    network = _network(config.environment.network or silent, config.environment.hosts)
+    _check_phases(path, config, network)
     solution = directory / "solution"
-    name = config["task"].get("name")
-    reader = _Fields(directory / "task.toml", config)
+    environment = config.environment
     return Task(
-        id=str(name) if name else directory.name,
+        id=config.task.name if config.task else directory.name,
         instruction=instruction,
         directory=directory,
         tests=tests,
         solution=solution if (solution / "solve.sh").is_file() else None,
         limits=Limits(
-            agent_seconds=reader.number("agent.timeout_sec", Limits().agent_seconds),
-            verifier_seconds=reader.number("verifier.timeout_sec", Limits().verifier_seconds),
-            memory_mb=reader.megabytes("environment.memory", Limits().memory_mb),
-            storage_mb=reader.megabytes("environment.storage", Limits().storage_mb),
-            cpus=reader.number("environment.cpus", Limits().cpus),
+            agent_seconds=config.agent.timeout_sec or Limits().agent_seconds,
+            verifier_seconds=config.verifier.timeout_sec,
+            memory_mb=environment.memory_mb or Limits().memory_mb,
+            storage_mb=environment.storage_mb or Limits().storage_mb,
+            cpus=environment.cpus or Limits().cpus,
         ),
-        network="open" if _wants_network(environment) else "none",
-        workdir=reader.workdir(recipe.workdir),
-        env={**recipe.env, **resolve_references(reader.texts("environment.env"), str(reader.path))},
+        # A plain system with the Dockerfile's files needs no image; else what was built before is pulled.
+        image=environment.docker_image if needs_image else None,
+        context=context if (context / "Dockerfile").is_file() else None,
+        network=network,
+        workdir=_workdir(path, environment.workdir or recipe.workdir, plain=not needs_image),
+        env={**({} if needs_image else recipe.env), **resolve_references(environment.env, str(path))},
         metadata={
-            **config["metadata"],
-            "description": config["task"].get("description", ""),
-            "schema_version": str(config.get("schema_version") or config.get("version") or ""),
+            **config.metadata,
+            "description": config.task.description if config.task else "",
+            "schema_version": config.schema_version,
             "base_image": recipe.base,
-            "build_seconds": reader.number("environment.build_timeout_sec", 600.0),
-            "verifier_env": reader.texts("verifier.env"),
-            "solution_env": reader.texts("solution.env"),
-            "unknown_keys": sorted(_unknown_keys(config)),
+            "build_seconds": environment.build_timeout_sec,
+            "needs_image": needs_image,
+            "verifier_env": dict(config.verifier.env),
+            "solution_env": dict(config.solution.env),
+            "healthcheck": environment.healthcheck and environment.healthcheck.model_dump(),
+            "scrub": scrub.declared(path, config.metadata),
+            "unknown_keys": sorted({*config.unknown(), *_not_acted_on(config)}),
         },
     )
 
@@ -117,57 +96,78 @@ def resolve_references(env: Mapping[str, str], source: str) -> dict[str, str]:
     return {name: _REFERENCE.sub(value, text) for name, text in env.items()}
 
 
-def recipe_of(directory: Path) -> dockerfile.Recipe:
-    """The Dockerfile of a task directory, an empty recipe where it has none."""
-    path = directory / "environment" / "Dockerfile"
-    return dockerfile.parse(_text(path) if path.is_file() else "")
+def _unsupported(directory: Path, config: TaskToml) -> Iterator[str]:
+    """What no backend of ours can do, each with the file and the key that ask for it."""
+    environment, verifier = config.environment, config.verifier
+    wanted: dict[str, object] = {
+        "steps": config.steps or None,
+        "agent.user": None if config.agent.user in (None, "root", 0) else config.agent.user,
+        "verifier.user": None if verifier.user in (None, "root", 0) else verifier.user,
+        "verifier.environment": verifier.environment,
+        "verifier.environment_mode": verifier.environment_mode
+        if verifier.environment_mode == "separate"
+        else None,
+        "verifier.collect": verifier.collect or None,
+        "environment.os": None if environment.os == "linux" else environment.os,
+        "environment.gpus": environment.gpus or None,
+        "environment.tpu": environment.tpu,
+        "environment.mcp_servers": environment.mcp_servers or None,
+    }
+    for key, value in wanted.items():
+        if value is not None:
+            yield f"{directory / 'task.toml'}: {key} = {_shorten(repr(value))}"
+    for path in sorted((directory / "environment").glob("*compose*.y*ml")):
+        if path.is_file():
+            yield f"{path} (several containers)"
 
 
-class _Fields:
-    """Typed access to `table.key` values of a parsed task.toml."""
+def _beyond_a_plain_system(path: Path, config: TaskToml, recipe: dockerfile.Recipe) -> Iterator[str]:
+    """What a sandbox without images could not reproduce of this task's image."""
+    image = config.environment.docker_image
+    if image and not (path.parent / DOCKERFILE).is_file():
+        yield f"{path}: environment.docker_image = {image!r}"
+    yield from recipe.refused
 
-    def __init__(self, path: Path, config: dict[str, Any]) -> None:
-        self.path, self._config = path, config
 
-    def number(self, key: str, default: float) -> float:
-        value = _get(self._config, key)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise UserError(f"{self.path}: {key} is {value!r}; it must be a positive number.")
-        return value
+def _network(mode: task_toml.NetworkMode, hosts: tuple[str, ...]) -> Network:
+    if mode == "allowlist":
+        return AllowList(hosts)
+    return "open" if mode == "public" else "none"
 
-    def megabytes(self, key: str, default: int) -> int:
-        """`key_mb` in MiB, or the older `key` as a text such as "2G"."""
-        text = _get(self._config, key)
-        if text is None:
-            return int(self.number(key + "_mb", default))
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])i?B?", str(text).strip(), re.IGNORECASE)
-        if match is None:
-            raise UserError(f'{self.path}: {key} is {text!r}; write a size such as "2G" or "512M".')
-        scale = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}[match[2].upper()]
-        return max(1, int(float(match[1]) * scale))
 
-    def workdir(self, default: str) -> str:
-        value = _get(self._config, "environment.workdir") or default
-        parts = PurePosixPath(str(value)).parts
-        if parts[0] != "/" or ".." in parts or (parts[1:2] and parts[1] in dockerfile.READ_ONLY):
+def _check_phases(path: Path, config: TaskToml, network: Network) -> None:
+    """One sandbox has one network policy: a phase may repeat it, not change it."""
+    for name, phase in (("agent", config.agent), ("verifier", config.verifier)):
+        if phase.network_mode and _network(phase.network_mode, phase.hosts) != network:
             raise UserError(
-                f"{self.path}: environment.workdir is {value!r}; a sandbox without images needs an absolute "
-                "path outside the system's directories."
+                f"{path}: {name}.network_mode = {phase.network_mode!r} differs from the environment's; "
+                "titogym gives agent and tests the same network: set environment.network_mode alone."
             )
-        return str(value)
-
-    def texts(self, key: str) -> dict[str, str]:
-        value = _get(self._config, key) or {}
-        if not isinstance(value, dict):
-            raise UserError(f"{self.path}: {key} is {value!r}; it must be a table of texts.")
-        if bad := [name for name, text in value.items() if not _is_variable(name, str(text))]:
-            raise UserError(f"{self.path}: {key} sets {bad[0]!r}, which no process can have as a variable.")
-        return {str(name): str(text) for name, text in value.items()}
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
+def _workdir(path: Path, workdir: str, *, plain: bool) -> str:
+    parts = PurePosixPath(workdir)
+    if not parts.is_absolute() or ".." in parts.parts:
+        raise UserError(f"{path}: environment.workdir is {workdir!r}; it must be an absolute path.")
+    if plain and parts.parts[1:2] and parts.parts[1] in dockerfile.READ_ONLY:
+        raise UserError(
+            f"{path}: environment.workdir is {workdir!r}; a sandbox without images needs an absolute "
+            "path outside the system's directories."
+        )
+    return workdir
+
+
+def _not_acted_on(config: TaskToml) -> Iterator[str]:
+    """Keys of the schema that change nothing about the reward here."""
+    if config.artifacts:
+        yield "artifacts"
+    if config.environment.skills_dir:
+        yield "environment.skills_dir"
+    if config.environment.gpu_types:
+        yield "environment.gpu_types"
+
+
+def _read_config(directory: Path) -> TaskToml:
     path = directory / "task.toml"
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory.")
@@ -178,14 +178,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
                 "of Harbor (task.toml, instruction.md, environment/, tests/)."
             )
         raise UserError(f"{path} is missing: {directory} is not a task directory.")
-    try:
-        config = tomllib.loads(_text(path))
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not valid TOML: {error}.") from None
-    for key in ("task", "metadata", "agent", "verifier", "environment", "solution"):
-        if not isinstance(config.setdefault(key, {}), dict):
-            raise UserError(f"{path}: [{key}] must be a table, not {config[key]!r}.")
-    return config
+    return task_toml.read(path, _text(path))
 
 
 def _read_instruction(directory: Path) -> str:
@@ -200,35 +193,6 @@ def _read_instruction(directory: Path) -> str:
     return "\n".join(lines)
 
 
-def _read_environment(directory: Path, config: dict[str, Any]) -> dockerfile.Recipe:
-    """The recipe of the environment. Refuses what needs a container engine."""
-    folder = directory / "environment"
-    refused = [
-        f"{directory / 'task.toml'}: {key} = {_get(config, key)!r}"
-        for key, plain in _CONTAINER_KEYS.items()
-        if _get(config, key) not in plain
-    ]
-    if folder.is_dir():
-        refused += [
-            f"{path} (several containers)" for path in sorted(folder.glob("*compose*.y*ml")) if path.is_file()
-        ]
-        refused += [str(path) for path in [folder / ".dockerignore"] if path.exists()]
-    recipe = recipe_of(directory)
-    image = _get(config, "environment.docker_image")
-    if not (folder / "Dockerfile").is_file() and image:
-        refused.append(f"{directory / 'task.toml'}: environment.docker_image = {image!r}")
-    refused += [f"{folder / 'Dockerfile'}, {reason}" for reason in recipe.refused]
-    if refused:
-        raise UserError(f"This task needs a container backend: {'; '.join(refused)}.")
-    for step in recipe.steps:
-        if isinstance(step, dockerfile.Copy):
-            try:
-                dockerfile.sources(folder, step)
-            except FileNotFoundError as missing:
-                raise UserError(f"{folder / 'Dockerfile'} copies {missing}, which does not exist.") from None
-    return recipe
-
-
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -238,26 +202,5 @@ def _text(path: Path) -> str:
         raise UserError(f"Cannot read {path}: {error.strerror}.") from None
 
 
-def _is_variable(name: str, text: str) -> bool:
-    return bool(name) and "=" not in name and "\0" not in name + text
-
-
-def _wants_network(environment: Mapping[str, Any]) -> bool:
-    """Only where the task says so: a sandbox has no network unless asked."""
-    return environment.get("network_mode") == "public" or environment.get("allow_internet") is True
-
-
-def _unknown_keys(config: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in config.items():
-        if key not in _KNOWN[""] and key not in _CONTAINER_KEYS:
-            yield key
-        if isinstance(value, dict) and key in _KNOWN:
-            for inner in value:
-                if inner not in _KNOWN[key] and f"{key}.{inner}" not in _CONTAINER_KEYS:
-                    yield f"{key}.{inner}"
-
-
-def _get(config: Mapping[str, Any], key: str) -> Any:
-    table, _, name = key.rpartition(".")
-    inner = config.get(table, {}) if table else config
-    return inner.get(name) if isinstance(inner, dict) else None
+def _shorten(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."

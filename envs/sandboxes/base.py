@@ -67,7 +67,9 @@ class SandboxSpec:
     @classmethod
     def for_task(cls, task: Task, labels: Mapping[str, str] | None = None) -> "SandboxSpec":
         """What the agent of `task` works in."""
+        build = Build(task.context, task.metadata.get("build_seconds", 600.0)) if task.context else None
         return cls(
+            image=task.image or build,
             limits=task.limits,
             network=task.network,
             workdir=task.workdir,

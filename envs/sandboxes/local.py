@@ -9,26 +9,22 @@ lets users make namespaces. Everything in a sandbox dies with the driver, howeve
 
 import asyncio
 import errno
-import io
 import os
 import secrets
-import shutil
 import stat
-import subprocess
-import tarfile
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from titogym.cancellation import to_its_end
-from titogym.envs.sandboxes import bubblewrap, cgroups, owners, reaper, snapshots
+from titogym.envs import dockerfile
+from titogym.envs.sandboxes import archives, bubblewrap, cgroups, owners, reaper, snapshots
 from titogym.envs.sandboxes.base import (
     CANNOT_RUN,
     OUT_OF_MEMORY,
     SYSTEM_PATH,
     TIMED_OUT,
+    Build,
     ExecResult,
     Mount,
     Output,
@@ -71,7 +67,13 @@ class LocalBackend:
 
     async def create(self, spec: SandboxSpec) -> "LocalSandbox":
         """Raises `UserError` when this machine cannot make sandboxes, `SandboxError` when one fails."""
-        if spec.image is not None and not isinstance(spec.image, Snapshot):
+        recipe = dockerfile.read(spec.image.context) if isinstance(spec.image, Build) else None
+        if recipe is not None and recipe.refused:
+            raise Unsupported(
+                "This image needs a container engine, use the docker or daytona sandbox: "
+                f"{'; '.join(recipe.refused)}."
+            )
+        if isinstance(spec.image, str):
             raise Unsupported(
                 f"The local sandbox cannot run {spec.image!r}, it has this machine's programs only: use the "
                 "docker or daytona sandbox."
@@ -82,9 +84,12 @@ class LocalBackend:
                 "ports of this machine: give the task no network."
             )
         await self._ready()
-        sandbox = LocalSandbox(self, replace(spec, labels={**self.labels, **spec.labels}))
+        env = {**recipe.env, **spec.env} if recipe else spec.env
+        sandbox = LocalSandbox(self, replace(spec, env=env, labels={**self.labels, **spec.labels}))
         try:
             await sandbox.start()
+            if recipe is not None and isinstance(spec.image, Build):
+                await dockerfile.carry_out(recipe, spec.image.context, sandbox, spec.image.seconds)
         except BaseException:
             await sandbox.destroy()
             raise
@@ -198,7 +203,7 @@ class LocalSandbox:
         )
 
     async def upload(self, source: Path | Mapping[str, str], target: str) -> None:
-        archive = await asyncio.to_thread(_pack, source, target)
+        archive = await asyncio.to_thread(archives.pack, source, target)
         done = await self.exec(["tar", "-xf", "-", "-C", "/"], cwd="/", stdin=archive)
         if done.exit_code != 0:
             raise SandboxError(f"Could not lay files at {target}: {done.stderr.strip()[-300:]}")
@@ -217,7 +222,7 @@ class LocalSandbox:
             raise SandboxError(
                 f"Could not fetch {source}: {done.stderr.decode(errors='replace').strip()[-300:]}"
             )
-        await asyncio.to_thread(_unpack, done.stdout, name, target)
+        await asyncio.to_thread(archives.unpack, done.stdout, name, target)
 
     async def read(self, path: str, limit: int) -> bytes | None:
         return await asyncio.to_thread(_read_beneath, self._root, path, limit)
@@ -306,7 +311,7 @@ class LocalSandbox:
         self.remarks += [f"{path} was no longer a directory" for path in replaced]
         for number, (target, tree) in enumerate(read_only.items()):
             copy = self._home / f"mount-{number}"
-            _copy_tree(tree, copy)
+            archives.copy_tree(tree, copy)
             self._read_only[target] = copy
         for number, mount in enumerate(self._spec.mounts):
             self._show(mount, self._home / f"stage-{number}")
@@ -437,51 +442,3 @@ def _read_beneath(root: Path, path: str, limit: int) -> bytes | None:
         raise
     finally:
         os.close(descriptor)
-
-
-def _copy_tree(tree: Path | Mapping[str, str], target: Path) -> None:
-    if isinstance(tree, Path):
-        try:
-            shutil.copytree(tree, target, symlinks=True)
-        except shutil.Error as error:
-            source, _, reason = error.args[0][0]
-            raise SandboxError(f"Could not copy {source}: {reason}") from None
-    else:
-        for name, text in tree.items():
-            path = target / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-    subprocess.run(["chmod", "-R", "u+rwX,go+rX,go-w", str(target)], check=True)
-
-
-def _pack(source: Path | Mapping[str, str], target: str) -> bytes:
-    """A tar archive that lays `source` at the absolute path `target`."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        if isinstance(source, Path):
-            archive.add(source, target.lstrip("/") or ".", filter=_anonymous)
-        else:
-            for name, text in source.items():
-                content = text.encode()
-                member = tarfile.TarInfo(f"{target.strip('/')}/{name}")
-                member.size, member.mode, member.mtime = len(content), 0o644, int(time.time())
-                archive.addfile(member, io.BytesIO(content))
-    return buffer.getvalue()
-
-
-def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    member.uid = member.gid = 0
-    member.uname = member.gname = ""
-    return member
-
-
-def _unpack(archive: bytes, name: str, target: Path) -> None:
-    """Lay the only top-level entry of an archive, which the agent may have made, at `target`."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        try:
-            with tarfile.open(fileobj=io.BytesIO(archive)) as members:
-                members.extractall(scratch, filter="data")
-            os.replace(Path(scratch, name), target)
-        except (tarfile.TarError, OSError) as error:
-            raise SandboxError(f"Could not lay what was fetched at {target}: {error}") from None

@@ -6,7 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from titogym.envs.registry import STARTER, task_directories
-from titogym.envs.task import Limits
+from titogym.envs.sandboxes.base import Build, SandboxSpec
+from titogym.envs.task import AllowList, Limits
 from titogym.envs.terminal_bench import load_task, resolve_references
 from titogym.errors import UserError
 
@@ -71,7 +72,7 @@ def test_what_is_not_said_has_safe_defaults(directory):
     (directory / "solution" / "solve.sh").unlink()
     task = load_task(directory)
     assert (task.id, task.network, task.workdir) == (directory.name, "none", "/app")
-    assert task.limits == Limits()
+    assert task.limits == Limits(verifier_seconds=600)
     assert task.solution is None
 
 
@@ -107,33 +108,51 @@ def test_canary_lines_are_stripped(directory, canary):
     ("name", "text", "named"),
     [
         ("task.toml", "a = [", "task.toml is not valid TOML"),
-        ("task.toml", "agent = 3", "must be a table"),
-        ("task.toml", "[agent]\ntimeout_sec = 'long'", "agent.timeout_sec"),
-        ("task.toml", "[agent]\ntimeout_sec = -1", "agent.timeout_sec"),
+        ("task.toml", "agent = 3", "agent is 3"),
+        ("task.toml", "[agent]\ntimeout_sec = 'long'", "agent.timeout_sec is 'long'"),
+        ("task.toml", "[agent]\ntimeout_sec = -1", "agent.timeout_sec is -1"),
         ("task.toml", "[agent]\ntimeout_sec = inf", "agent.timeout_sec is inf"),
-        ("task.toml", "[environment]\nenv = { \"A=B\" = 'x' }", "environment.env sets 'A=B'"),
-        ("task.toml", '[environment]\nenv = { A = "\\u0000" }', "environment.env sets 'A'"),
-        ("task.toml", "[environment]\nmemory = 'lots'", "environment.memory"),
-        ("task.toml", "[verifier]\nenv = 1", "verifier.env"),
+        ("task.toml", "[environment]\nenv = { \"A=B\" = 'x' }", "environment.env.* 'A=B' as a variable"),
+        ("task.toml", '[environment]\nenv = { A = "\\u0000" }', "environment.env.* 'A' as a variable"),
+        ("task.toml", "[environment]\nmemory = 'lots'", "environment.memory is 'lots'"),
+        ("task.toml", "[environment]\nmemory = '1G'\nmemory_mb = 7", "'1G' contradicts memory_mb = 7"),
+        ("task.toml", "[verifier]\nenv = 1", "verifier.env is 1"),
+        ("task.toml", "[task]\nname = 'alone'", "'alone' must have the form organisation/name"),
         ("task.toml", "[environment]\nworkdir = 'app'", "environment.workdir is 'app'"),
         ("task.toml", "[environment]\nworkdir = '/usr/src'", "environment.workdir is '/usr/src'"),
+        ("task.toml", "[environment]\nnetwork_mode = 'some'", "environment.network_mode is 'some'"),
+        ("task.toml", "[environment]\nallowed_hosts = ['x.org']", "needs network_mode = 'allowlist'"),
+        (
+            "task.toml",
+            "[environment]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['https://x.org']",
+            "an allowed host is a host name",
+        ),
+        ("task.toml", "[metadata.titogym]\nscrub = 'all'", "scrub must be a list"),
+        ("task.toml", "[metadata.titogym]\nscrub = ['git']", "scrub has 'git'"),
+        ("task.toml", "[metadata.titogym]\nscrub = ['/']", "scrub has '/'"),
         ("instruction.md", "\n\n", "instruction.md is empty"),
         (
             "environment/Dockerfile",
             "FROM debian\nCOPY nothing.txt /app\n",
             "nothing.txt, which does not exist",
         ),
-        ("environment/Dockerfile", "FROM debian\nRUN apt-get install gcc\n", "container backend: .*apt-get"),
-        ("environment/Dockerfile", "FROM node:22\n", "container backend: .*node:22"),
-        ("environment/docker-compose.yaml", "services: {}\n", r"container backend: .*docker-compose\.yaml"),
-        ("environment/.dockerignore", "x\n", r"container backend: .*\.dockerignore"),
-        ("task.toml", "[environment]\ngpus = 1", "container backend: .*environment.gpus = 1"),
-        ("task.toml", "[agent]\nuser = 'agent'", "container backend: .*agent.user"),
-        ("task.toml", "[agent]\nnetwork_mode = 'public'", "container backend: .*agent.network_mode"),
-        ("task.toml", "[environment]\nallowed_hosts = ['x.org']", "container backend: .*allowed_hosts"),
+        ("environment/docker-compose.yaml", "services: {}\n", r"does not run .*docker-compose\.yaml"),
+        ("task.toml", "[environment]\ngpus = 1", "does not run .*environment.gpus = 1"),
+        ("task.toml", "[agent]\nuser = 'agent'", "does not run .*agent.user"),
+        ("task.toml", "[verifier]\nuser = 1000", "does not run .*verifier.user = 1000"),
+        ("task.toml", "[agent]\nnetwork_mode = 'public'", "agent.network_mode = 'public' differs"),
+        (
+            "task.toml",
+            "[verifier]\nenvironment_mode = 'separate'",
+            "does not run .*verifier.environment_mode",
+        ),
+        ("task.toml", "[verifier.environment]\ncpus = 1", "does not run .*verifier.environment"),
+        ("task.toml", "[[verifier.collect]]\ncommand = 'x'", "does not run .*verifier.collect"),
+        ("task.toml", "[[environment.mcp_servers]]\nname = 'x'", "does not run .*environment.mcp_servers"),
+        ("task.toml", "[environment.tpu]\ntype = 'v4'", "does not run .*environment.tpu"),
         ("task.toml", "[environment]\nenv = { A = '${TITOGYM_TEST_NO}' }", "set the environment variable"),
-        ("task.toml", "[[steps]]\nname = 'one'", "container backend: .*steps"),
-        ("task.toml", "[environment]\nos = 'windows'", "container backend: .*environment.os"),
+        ("task.toml", "[[steps]]\nname = 'one'", "does not run .*steps"),
+        ("task.toml", "[environment]\nos = 'Windows'", "does not run .*environment.os"),
     ],
 )
 def test_what_is_wrong_is_named(directory, name, text, named):
@@ -163,12 +182,60 @@ def test_missing_files_are_named(directory, name):
         load_task(directory)
 
 
-def test_a_prebuilt_image_alone_needs_a_container(directory):
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("environment/Dockerfile", "FROM debian\nRUN apt-get install gcc\n", "apt-get"),
+        ("environment/Dockerfile", "FROM node:22\n", "node:22"),
+        ("environment/.dockerignore", "x\n", ".dockerignore"),
+    ],
+)
+def test_what_needs_an_image_is_said_and_refused_where_there_are_none(directory, name, text, reason):
+    write(directory, name, text)
+    task = load_task(directory)
+    (said,) = task.metadata["needs_image"]
+    assert reason in said
+    assert SandboxSpec.for_task(task).image == Build(directory / "environment", 600.0)
+
+
+def test_a_prebuilt_image_is_pulled_where_the_dockerfile_needs_one(directory):
     write(directory, "task.toml", "[environment]\ndocker_image = 'someone/image:1'\n")
-    assert load_task(directory).workdir == "/app"  # the Dockerfile says how that image is made
+    task = load_task(directory)
+    assert (task.image, task.workdir) == (None, "/app")  # its Dockerfile says how that image is made
+    write(directory, "environment/Dockerfile", "FROM node:22\nWORKDIR /srv/app\n")
+    task = load_task(directory)
+    assert SandboxSpec.for_task(task).image == "someone/image:1"
+    assert (task.workdir, task.network) == ("/srv/app", "open")
     (directory / "environment" / "Dockerfile").unlink()
-    with pytest.raises(UserError, match=r"container backend: .*someone/image:1"):
-        load_task(directory)
+    assert "someone/image:1" in load_task(directory).metadata["needs_image"][0]
+
+
+@pytest.mark.parametrize(
+    ("said", "network"),
+    [
+        ("network_mode = 'public'", "open"),
+        ("network_mode = 'no-network'", "none"),
+        ("allow_internet = true", "open"),
+        ("allow_internet = false", "none"),
+        ("network_mode = 'no-network'\nallow_internet = true", "none"),
+        (
+            "network_mode = 'allowlist'\nallowed_hosts = ['PyPI.org.', '*.x.org', '10.0.0.0/8', '::1']",
+            AllowList(("pypi.org", "*.x.org", "10.0.0.0/8", "::1")),
+        ),
+    ],
+)
+def test_networks(directory, said, network):
+    write(directory, "task.toml", f"[environment]\n{said}\n")
+    assert load_task(directory).network == network
+
+
+def test_a_phase_may_repeat_the_network_of_the_environment(directory):
+    write(
+        directory,
+        "task.toml",
+        "[environment]\nnetwork_mode = 'public'\n[agent]\nnetwork_mode = 'public'\n",
+    )
+    assert load_task(directory).network == "open"
 
 
 def test_the_older_format_is_named(tmp_path):
