@@ -121,7 +121,12 @@ class Gateway:
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        background = [asyncio.create_task(self._sweep()), asyncio.create_task(self._leaves.run())]
+        background = [
+            asyncio.create_task(self._sweep()),
+            asyncio.create_task(self._leaves.run()),
+            # It takes a second or more, in which turns are served already.
+            asyncio.create_task(asyncio.to_thread(self._assets.tokenizer.accelerate)),
+        ]
         yield
         for task in background:
             task.cancel()

@@ -1,12 +1,28 @@
+from pathlib import Path
+from types import SimpleNamespace
+
+import fastokens
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.templates import models
+from tests.templates import models, real_models
 from titogym.errors import UserError
 from titogym.templates.tokenizer import Tokenizer, encode_segments
 
+# What tokenizers treat in ways of their own: space, contractions, digits, marks to combine, control tokens.
+SPECIAL_CARE = (
+    *" \n\t\r'’0123456789",
+    "\u00a0",
+    "\u3000",
+    "\r\n",
+    "'s",
+    "'LL",
+    "e\u0301",
+    "\u1100\u1161",
+    "\u017f",
+)
 BACKEND = models.byte_level(models.CHATML, (*models.TAGS, "é tag", "｜wide▁｜"))
 TOKENIZER = Tokenizer(BACKEND)
 ids = st.lists(st.integers(0, TOKENIZER.vocab_size + 5), max_size=40)
@@ -109,3 +125,66 @@ def test_the_real_qwen3_tokenizer_encodes_as_published(qwen3):
     assert qwen3.tokenizer.encode("<|im_start|>user\n") == [151644, 872, 198]
     assert qwen3.tokenizer.encode("</think>\n\n") == [151668, 271]
     assert qwen3.tokenizer.token_to_id("<|im_end|>") == 151645
+
+
+@pytest.mark.parametrize(
+    "model_dir",
+    [
+        real_models.qwen3,
+        real_models.smollm2,
+        real_models.deepseek_v3,
+        real_models.gpt_oss,
+        real_models.llama_3,
+        real_models.mistral,
+    ],
+    ids=lambda model_dir: model_dir.__name__,
+)
+def test_real_tokenizers_give_the_same_ids_when_accelerated(model_dir):
+    fast, slow = Tokenizer.load(model_dir()), Tokenizer.load(model_dir())
+    assert fast.accelerate()
+    pieces = st.one_of(st.text(max_size=12), st.sampled_from((*SPECIAL_CARE, *slow.special_texts[:20])))
+
+    @settings(max_examples=300, deadline=None)
+    @given(st.lists(pieces, max_size=40))
+    def agree(parts):
+        text = "".join(parts)
+        assert fast.encode(text) == slow.encode(text)
+        assert fast.encode_plain(text) == slow.encode_plain(text)
+
+    agree()
+    code = Path(__file__).read_text()
+    assert fast.encode(code) == slow.encode(code)
+
+
+def test_an_accelerated_tokenizer_that_gives_other_ids_is_not_used(monkeypatch):
+    class Wrong:
+        @staticmethod
+        def from_json_str(text):
+            return Wrong()
+
+        def encode(self, text):
+            right = BACKEND.encode(text, add_special_tokens=False).ids
+            return SimpleNamespace(ids=[0] if "\u0e01" in text else right)
+
+    monkeypatch.setattr(fastokens, "Tokenizer", Wrong)
+    tokenizer = Tokenizer(BACKEND)
+    assert not tokenizer.accelerate()
+    assert tokenizer.encode("\u0e01") == TOKENIZER.encode("\u0e01") != [0]
+
+
+def test_what_the_fast_encoder_cannot_encode_is_encoded_all_the_same(monkeypatch):
+    class Limited:
+        def __init__(self, text):
+            self._backend = tokenizers.Tokenizer.from_str(text)
+
+        from_json_str = classmethod(lambda cls, text: cls(text))
+
+        def encode(self, text):
+            if text == "too much":
+                raise ValueError("match limit exceeded")
+            return self._backend.encode(text, add_special_tokens=False)
+
+    monkeypatch.setattr(fastokens, "Tokenizer", Limited)
+    tokenizer = Tokenizer(BACKEND)
+    assert tokenizer.accelerate()
+    assert tokenizer.encode("too much") == TOKENIZER.encode("too much")
