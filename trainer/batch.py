@@ -1,7 +1,7 @@
 """What the trainer trains on: graded samples, and the groups that advantages compare."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -60,21 +60,20 @@ class TrainBatch:
     # The trainer's own log-probs under the weights before the first step on this data (`Backend.logprobs`).
     # None takes the current ones as constants, which is the same thing for one step per batch.
     old_logprobs: list[NDArray[np.float32]] | None = None
+    reference_logprobs: list[NDArray[np.float32]] | None = None  # of the frozen start model
+    values: list[NDArray[np.float32]] | None = None  # of the value head, before the first step on this data
+    returns: list[NDArray[np.float32]] | None = None  # what the value head learns to predict
+    lags: list[NDArray[np.float32]] | None = None  # versions behind of the sampling weights; -1: not known
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def subset(self, indices: Sequence[int]) -> "TrainBatch":
         """The sequences at `indices`, in that order."""
-
-        def pick(column: list[NDArray[Any]]) -> list[NDArray[Any]]:
-            return [column[i] for i in indices]
-
+        columns = {column.name: getattr(self, column.name) for column in fields(self)}
         return TrainBatch(
-            tokens=pick(self.tokens),
-            loss_mask=pick(self.loss_mask),
-            rollout_logprobs=pick(self.rollout_logprobs),
-            advantages=pick(self.advantages),
-            temperature=self.temperature,
-            old_logprobs=None if self.old_logprobs is None else pick(self.old_logprobs),
+            **{
+                name: [column[i] for i in indices] if isinstance(column, list) else column
+                for name, column in columns.items()
+            }
         )

@@ -58,14 +58,14 @@ def _oldest(group: Group) -> float:
 def _loss_tokens_by_version(sample: Sample) -> Counter[int]:
     tokens: Counter[int] = Counter()
     for start, end, name in sample.version_spans:
-        version = _published(name)
+        version = published(name)
         count = sum(1 for weight in sample.loss_mask[start:end] if weight > 0)
         if version is not None and count:
             tokens[version] += count
     return tokens
 
 
-def _published(name: str) -> int | None:
+def published(name: str) -> int | None:
     """The version as a number. An engine that was never updated reports a name such as `default`."""
     return int(name) if name.isascii() and name.isdigit() else None
 

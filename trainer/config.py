@@ -7,7 +7,7 @@ dotted name and with what to change. `docs/configuration.md` is generated from t
 import difflib
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -179,35 +179,100 @@ class BufferSection(Section):
 
 
 class LossConfig(Section):
-    """What the policy loss needs to know."""
+    """What the loss needs to know."""
 
+    loss: Text = Field(
+        default="clipped",
+        description="Policy objective per token: `clipped` (PPO), or a dotted path to a function "
+        "`(LossInputs, LossConfig) -> tensor` of what to maximise.",
+    )
+    ratio: Literal["token", "sequence"] = Field(
+        default="token",
+        description="Policy ratio: of each `token` (PPO, GRPO), or the geometric mean over the `sequence` "
+        "(GSPO, whose clip bounds are far narrower: 3e-4 and 4e-4).",
+    )
     clip_low: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.2, description="The policy ratio is clipped below 1 - clip_low."
     )
     clip_high: Positive = Field(default=0.28, description="The policy ratio is clipped above 1 + clip_high.")
-    tis_low: NonNegative = Field(
-        default=0.0, description="Lower bound of the importance weight exp(trainer - rollout log-prob)."
+    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="Where the advantage A is negative, the objective is at least dual_clip x A. Left out: "
+        "not bounded.",
     )
-    tis_high: Positive = Field(default=2.0, description="Upper bound of that weight.")
+    correction: Literal["truncate", "clip_or_pop", "none"] = Field(
+        default="truncate",
+        description="Weight of a token from m = exp(trainer - rollout log-prob): `truncate` to the bounds "
+        "(TIS), `clip_or_pop` (m inside the bounds, 0 outside), or `none`.",
+    )
+    tis_low: NonNegative = Field(default=0.0, description="Lower bound of m.")
+    tis_high: Positive = Field(default=2.0, description="Upper bound of m.")
+    sequence_mask: Literal["none", "product", "geometric"] = Field(
+        default="none",
+        description="Leave out whole sequences by the `product` of m over their tokens, or its `geometric` "
+        "mean.",
+    )
+    sequence_mask_low: NonNegative = Field(default=0.5, description="Least such value that is kept.")
+    sequence_mask_high: Positive = Field(default=2.0, description="Largest such value that is kept.")
+    kl: Literal["none", "loss", "reward"] = Field(
+        default="none",
+        description="Where KL(policy || start model) is charged: in the `loss`, or per token in the "
+        "`reward`. The start model's log-probs then cost a forward pass per step.",
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        default="k3",
+        description="k1 = -r, k2 = r^2 / 2, k3 = exp(r) - 1 - r, with r = reference - policy log-prob.",
+    )
+    kl_coefficient: NonNegative = Field(default=0.001, description="Weight of that KL.")
+    entropy_coefficient: NonNegative = Field(
+        default=0.0, description="Weight of the entropy bonus; above 0 it costs memory for all logits."
+    )
+    value_coefficient: Positive = Field(
+        default=0.5, description='With advantage = "gae": weight of the value head\'s squared error.'
+    )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the start model's log-probs are needed."""
+        return self.kl != "none"
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the entropy of each token's distribution is needed."""
+        return self.entropy_coefficient > 0
 
 
 class AlgorithmSection(LossConfig):
-    """Advantages and loss. There is no KL term."""
+    """Advantages and loss."""
 
-    advantage: Literal["grpo", "grpo_no_std"] = Field(
+    advantage: Text = Field(
         default="grpo",
-        description="`grpo`: reward minus group mean, over group std. `grpo_no_std`: not divided.",
+        description="`grpo`: reward minus group mean, over group std. `grpo_no_std`: not divided. `rloo`: "
+        "reward minus mean of the others. `reinforce_plus_plus`: returns, normalised over the batch. "
+        "`gae`: PPO with a value head. Or a dotted path to a function "
+        "`(Experience, AlgorithmSection) -> arrays`.",
     )
-    normalization: Literal["token_mean", "sequence_mean"] = Field(
+    gamma: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="Discount per token, of `gae` and `reinforce_plus_plus`."
+    )
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=1.0, description="With `gae`: 1 trusts the rewards alone, 0 the value head's next step."
+    )
+    normalization: Literal["token_mean", "sequence_mean", "prompt_mean"] = Field(
         default="token_mean",
-        description="`token_mean`: every sampled token of the batch weighs the same. "
-        "`sequence_mean`: every trajectory does.",
+        description="What weighs the same in the loss: every sampled token of the batch, every trajectory "
+        "(`sequence_mean`) or every group (`prompt_mean`).",
     )
     minibatches: Count = Field(
         default=1,
         description="Optimizer updates per step, each on its share of the groups. "
         "The policy ratio is taken to the weights before the first, so that clipping bounds the later ones.",
     )
+
+    @property
+    def needs_value(self) -> bool:
+        """Whether the model has a value head."""
+        return self.advantage == "gae"
 
 
 class TrainerSection(Section):
@@ -316,6 +381,12 @@ def _impossible(config: RunConfig) -> Iterator[str]:
         yield (
             f"algorithm.tis_low = {algorithm.tis_low} must be below algorithm.tis_high = {algorithm.tis_high}"
         )
+    if algorithm.sequence_mask_low >= algorithm.sequence_mask_high:
+        yield (
+            f"algorithm.sequence_mask_low = {algorithm.sequence_mask_low} must be below "
+            f"algorithm.sequence_mask_high = {algorithm.sequence_mask_high}"
+        )
+    yield from _without_effect(algorithm)
     if rollout.max_tokens is not None and rollout.max_tokens < rollout.max_tokens_per_turn:
         yield (
             f"rollout.max_tokens = {rollout.max_tokens} for an episode is below "
@@ -347,6 +418,40 @@ def _impossible(config: RunConfig) -> Iterator[str]:
                 f'eval.split = "{evaluation.split}" is the split that training sees: choose another '
                 "eval.split, eval.source or eval.seed"
             )
+
+
+# key -> what gives it an effect, and whether that is so
+_EFFECTS: tuple[tuple[str, str, Callable[[AlgorithmSection], bool]], ...] = (
+    ("kl_estimator", 'algorithm.kl = "loss"', lambda a: a.kl != "none"),
+    ("kl_coefficient", 'algorithm.kl = "loss"', lambda a: a.kl != "none"),
+    ("value_coefficient", 'algorithm.advantage = "gae"', lambda a: a.needs_value),
+    ("gae_lambda", 'algorithm.advantage = "gae"', lambda a: a.needs_value),
+    ("gamma", 'algorithm.advantage = "gae"', lambda a: a.advantage not in _GROUP_RELATIVE),
+    ("sequence_mask_low", 'algorithm.sequence_mask = "geometric"', lambda a: a.sequence_mask != "none"),
+    ("sequence_mask_high", 'algorithm.sequence_mask = "geometric"', lambda a: a.sequence_mask != "none"),
+)
+_GROUP_RELATIVE = ("grpo", "grpo_no_std", "rloo")
+
+
+def _without_effect(algorithm: AlgorithmSection) -> Iterator[str]:
+    for key, remedy, has_effect in _EFFECTS:
+        if key in algorithm.model_fields_set and not has_effect(algorithm):
+            yield f"algorithm.{key} has no effect here: remove it, or set {remedy}"
+    if algorithm.ratio == "sequence" and algorithm.needs_value:
+        yield (
+            'algorithm.ratio = "sequence" needs one advantage per sequence, and algorithm.advantage = "gae" '
+            "gives one per token: change either"
+        )
+    for key, known in (("loss", ("clipped",)), ("advantage", (*_GROUP_RELATIVE, *_TOKEN_LEVEL))):
+        value = getattr(algorithm, key)
+        if value not in known and "." not in value and ":" not in value:
+            yield (
+                f'algorithm.{key} = "{value}" is neither {" nor ".join(known)} nor a dotted path such as '
+                '"package.module:function"'
+            )
+
+
+_TOKEN_LEVEL = ("reinforce_plus_plus", "gae")
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -1,85 +1,217 @@
-"""The policy loss. Torch is imported here: it runs in the trainer process only."""
+"""The loss: policy, KL to a reference, entropy, value. Torch is imported here: it runs in the trainer only.
 
-from collections.abc import Sequence
+Every sum runs over the tokens of the batch that carry loss, weighted by `mask` and divided by
+`normalizer`, the sum of the mask over the whole batch, so that microbatches add up to the batch:
 
+    L = - <w_t S_t> + kl_coefficient <KL_t> - entropy_coefficient <H_t> + value_coefficient <V_t>
+
+with `<x> = sum_t mask_t x_t / normalizer`, the surrogate `S` of `algorithm.loss`, and `w` of `corrections`:
+`w` bounds the mismatch between rollout and trainer, while clipping in `S` bounds the update alone.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from titogym import dotted
+from titogym.trainer import kl
+from titogym.trainer.batch import TrainBatch
 from titogym.trainer.config import LossConfig
-from titogym.trainer.corrections import correction_metrics, importance_ratios, truncate
+from titogym.trainer.corrections import HISTOGRAM, correction_metrics, correction_weights, sequence_means
+
+Gather = Callable[[list[NDArray[np.float32]]], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """Tokens of one microbatch, `[m]` each; `logp`, `entropy` and `value` carry gradient.
+
+    `sequences` (int64) tells which sequence, from 0, a token belongs to; a sequence never spans
+    microbatches. What the configuration does not ask for is None.
+    """
+
+    logp: Tensor
+    old_logp: Tensor  # of the weights before the first step on this data
+    rollout_logp: Tensor  # of the engine
+    advantages: Tensor
+    mask: Tensor  # weights, not negative
+    sequences: Tensor
+    entropy: Tensor | None = None  # of the whole distribution over that token
+    value: Tensor | None = None
+    reference_logp: Tensor | None = None
+    returns: Tensor | None = None
+    lag: Tensor | None = None  # versions behind of the sampling weights, -1 where not known
+
+    def where(self, selected: Tensor) -> "LossInputs":
+        """Only the tokens at which `selected` `[m]` is true."""
+        columns = {column.name: getattr(self, column.name) for column in fields(self)}
+        return replace(self, **{k: None if v is None else v[selected] for k, v in columns.items()})
+
+
+# What is maximised, per token `[m]`. `algorithm.loss` may name one by dotted path.
+Surrogate = Callable[[LossInputs, LossConfig], Tensor]
+
+
+def log_ratios(inputs: LossInputs, config: LossConfig) -> Tensor:
+    """`log r_t` of the policy ratio, `[m]`, with the gradient of `logp`.
+
+    `token`: `r_t = exp(logp_t - old_t)` (PPO, Schulman et al. 2017). `sequence`: every one of the `n` tokens
+    of a sequence has `r = exp(1/n sum_t (logp_t - old_t))` (GSPO, Zheng et al. 2025, eq. 7).
+    """
+    per_token = inputs.logp - inputs.old_logp.detach()
+    return per_token if config.ratio == "token" else sequence_means(per_token, inputs.sequences)
+
+
+def clipped_surrogate(inputs: LossInputs, config: LossConfig) -> Tensor:
+    """`S_t = min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)`.
+
+    (PPO, Schulman et al. 2017, eq. 7; with separate bounds, "clip-higher", as in DAPO, Yu et al. 2025,
+    eq. 10.) With `dual_clip = c`, where `A_t < 0`: `S_t = max(S_t, c A_t)`, so that a token which became
+    far more likely does not dominate (Ye et al. 2020, "Mastering complex control in MOBA games", eq. 3).
+    """
+    ratio = torch.exp(log_ratios(inputs, config))
+    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    surrogate = torch.minimum(ratio * inputs.advantages, clipped * inputs.advantages)
+    if config.dual_clip is None:
+        return surrogate
+    bounded = torch.maximum(surrogate, config.dual_clip * inputs.advantages)
+    return torch.where(inputs.advantages < 0, bounded, surrogate)
+
+
+def surrogate_of(config: LossConfig) -> Surrogate:
+    """The surrogate that `config.loss` names. Raises `UserError` when it cannot be found."""
+    if config.loss == "clipped":
+        return clipped_surrogate
+    found: Surrogate = dotted.load(config.loss, "algorithm.loss")
+    return found
 
 
 def policy_loss(
-    logp: Tensor,
-    old_logp: Tensor,
-    rollout_logp: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    config: LossConfig,
-    normalizer: float | None = None,
+    inputs: LossInputs, config: LossConfig, normalizer: float | None = None
 ) -> tuple[Tensor, dict[str, float]]:
-    """Clipped policy-gradient loss with truncated importance sampling.
+    """The loss of one microbatch (see the module), and its metrics.
 
-    With `r_t = exp(logp_t - old_t)` and `w_t` of `corrections`, over all tokens t of the batch:
+    `normalizer` is the sum of the mask over the whole batch; without it, over this call's tokens. The value
+    loss is `V_t = 1/2 (V(s_t) - R_t)^2` (Schulman et al. 2017, eq. 9), the KL that of `kl.estimate`.
 
-        L = - sum_t mask_t w_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t) / normalizer
-
-    (PPO, Schulman et al. 2017, eq. 7; with separate bounds as in DAPO, Yu et al. 2025, eq. 8; `old` is
-    the trainer's own log-prob, so that clipping bounds the update alone and `w_t` bounds the mismatch.)
-
-    All tensors have one shape; only `logp` carries gradient. `mask` holds non-negative weights and
-    `normalizer` is their sum over the whole batch, so that the losses of microbatches add up to the
-    loss of the batch; without it, the sum over this call's mask.
-
-    Metrics are means over the tokens with `mask > 0` and maxima where the name ends in `_max`;
-    `loss/tokens` counts the tokens. `combine_metrics` joins those of several microbatches.
+    Metrics are means over the tokens with `mask > 0`, and maxima where the name ends in `_max`;
+    `loss/policy` is this call's share of the policy part, `*/tokens` and the histogram are counts.
+    `combine_metrics` joins those of several microbatches.
     """
-    selected = mask > 0
-    zero = torch.zeros((), dtype=logp.dtype, device=logp.device)
-    log_ratio = torch.where(selected, logp - old_logp.detach(), zero)
-    ratio = torch.exp(log_ratio)
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    weight = truncate(importance_ratios(old_logp, rollout_logp), config.tis_low, config.tis_high)
-    surrogate = torch.minimum(ratio * advantages, clipped * advantages)
-    terms = torch.where(selected, mask * weight * surrogate, zero)
-    total = mask.sum() if normalizer is None else normalizer
-    loss = -terms.sum() / max(float(total), 1e-12)
+    zero = inputs.logp.sum() * 0  # of the graph, so that a microbatch without a token has a gradient too
+    total = max(float(inputs.mask.sum()) if normalizer is None else normalizer, 1e-12)
+    inputs = inputs.where(inputs.mask > 0)
 
+    def mean(terms: Tensor) -> Tensor:
+        return (inputs.mask * terms).sum() / total
+
+    weights, kept = correction_weights(inputs.old_logp, inputs.rollout_logp, inputs.sequences, config)
+    policy = -mean(weights * surrogate_of(config)(inputs, config))
+    loss = policy + torch.nan_to_num(zero)
+    per_token: dict[str, Tensor] = {}
+    if inputs.reference_logp is not None:
+        divergence = kl.estimate(config.kl_estimator, inputs.logp, inputs.reference_logp, torch.exp)
+        per_token["loss/kl_reference"] = divergence
+        if config.kl == "loss":
+            loss = loss + config.kl_coefficient * mean(divergence)
+    if inputs.entropy is not None:
+        per_token["loss/entropy"] = inputs.entropy
+        loss = loss - config.entropy_coefficient * mean(inputs.entropy)
+    if inputs.value is not None and inputs.returns is not None:
+        errors = 0.5 * (inputs.value - inputs.returns) ** 2
+        per_token["loss/value"] = errors
+        loss = loss + config.value_coefficient * mean(errors)
     with torch.no_grad():
-        count = int(selected.sum())
-        at = max(count, 1)
-        bitten = selected & (clipped * advantages < ratio * advantages)
-        values = correction_metrics(old_logp, rollout_logp, mask, config.tis_low, config.tis_high)
-        values |= {
-            "loss/clip_fraction": bitten.sum() / at,
-            "loss/ratio_mean": torch.where(selected, ratio, zero).sum() / at,
-            "loss/ratio_max": torch.where(selected, ratio, zero).max(),
-            # k3 of KL(old || new), on tokens that stand for samples of `old`
-            "loss/kl_to_old": torch.where(selected, ratio - 1 - log_ratio, zero).sum() / at,
-            "logprobs/mean": torch.where(selected, logp, zero).sum() / at,
-        }
-        metrics = dict(zip(values, torch.stack([v.float() for v in values.values()]).tolist(), strict=True))
-    metrics["loss/policy"] = float(loss.detach())
-    metrics["loss/tokens"] = float(count)
+        metrics = _metrics(inputs, config, kept, per_token)
+    metrics["loss/policy"] = float(policy.detach())
+    metrics["loss/tokens"] = float(inputs.mask.numel())
     return loss, metrics
 
 
-def combine_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Metrics of a whole batch from those of its microbatches.
+def batch_loss(
+    batch: TrainBatch,
+    gather: Gather,
+    sequences: Tensor,
+    scores: tuple[Tensor, Tensor | None, Tensor | None],
+    config: LossConfig,
+    normalizer: float,
+) -> tuple[Tensor, dict[str, float]]:
+    """`policy_loss` of the part of `batch` that `gather` picks from its columns.
 
-    `loss/policy` and `loss/tokens` add up, `*_max` takes the maximum, the rest is averaged by tokens.
+    `scores` are log-probs, entropies and values of the current weights, `[m]`. Without `old_logprobs` the
+    current log-probs are taken as constants.
     """
-    if not parts:
-        return {}
-    tokens = sum(part["loss/tokens"] for part in parts)
+    logp, entropy, value = scores
+
+    def column(name: str) -> Tensor | None:
+        held = getattr(batch, name)
+        return None if held is None else gather(held)
+
+    old = column("old_logprobs")
+    inputs = LossInputs(
+        logp=logp,
+        old_logp=logp.detach() if old is None else old,
+        rollout_logp=gather(batch.rollout_logprobs),
+        advantages=gather(batch.advantages),
+        mask=gather(batch.loss_mask),
+        sequences=sequences,
+        entropy=entropy,
+        value=value,
+        reference_logp=column("reference_logprobs"),
+        returns=column("returns"),
+        lag=column("lags"),
+    )
+    return policy_loss(inputs, config, normalizer)
+
+
+def _metrics(
+    inputs: LossInputs, config: LossConfig, kept: Tensor, per_token: dict[str, Tensor]
+) -> dict[str, float]:
+    at = max(inputs.mask.numel(), 1)
+    log_ratio = log_ratios(inputs, config)
+    ratio = torch.exp(log_ratio)
+    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    bitten = clipped * inputs.advantages < ratio * inputs.advantages
+    values = correction_metrics(
+        inputs.old_logp, inputs.rollout_logp, config.tis_low, config.tis_high, inputs.lag
+    )
+    values |= {name: tensor.sum() / at for name, tensor in per_token.items()}
+    values |= {
+        "tis/masked_fraction": (~kept).sum() / at,
+        "loss/clip_fraction": bitten.sum() / at,
+        "loss/ratio_mean": ratio.sum() / at,
+        "loss/ratio_max": ratio.max() if ratio.numel() else torch.zeros(()),
+        # k3 of KL(old || new), on tokens that stand for samples of `old`
+        "loss/kl_to_old": (ratio - 1 - log_ratio).sum() / at,
+        "logprobs/mean": inputs.logp.sum() / at,
+    }
+    if config.dual_clip is not None:
+        dual = (inputs.advantages < 0) & (ratio > config.dual_clip)
+        values["loss/dual_clip_fraction"] = dual.sum() / at
+    return dict(zip(values, torch.stack([v.float() for v in values.values()]).tolist(), strict=True))
+
+
+def combine_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Metrics of a whole batch from those of its microbatches, or of its ranks.
+
+    `loss/policy`, the histogram and `*/tokens` add up, `*_max` takes the maximum, and the rest is averaged,
+    weighted by the `tokens` of its own group of names, or else by `loss/tokens`.
+    """
     combined: dict[str, float] = {}
-    for name in parts[0]:
-        values = [part[name] for part in parts]
-        if name in ("loss/policy", "loss/tokens"):
+    for name in dict.fromkeys(name for part in parts for name in part):
+        having = [part for part in parts if name in part]
+        values = [part[name] for part in having]
+        if name == "loss/policy" or name.endswith("/tokens") or name.startswith(HISTOGRAM):
             combined[name] = sum(values)
         elif name.endswith("_max"):
             combined[name] = max(values)
         else:
-            weighted = sum(value * part["loss/tokens"] for value, part in zip(values, parts, strict=True))
-            combined[name] = weighted / tokens if tokens else 0.0
+            own = f"{name.rpartition('/')[0]}/tokens"
+            tokens = [part.get(own, part["loss/tokens"]) for part in having]
+            weighted = sum(value * count for value, count in zip(values, tokens, strict=True))
+            combined[name] = weighted / sum(tokens) if sum(tokens) else 0.0
     return combined

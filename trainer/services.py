@@ -101,6 +101,8 @@ def _backend_spec(config: RunConfig) -> BackendSpec:
         dtype=settings.dtype,
         microbatch_tokens=settings.microbatch_tokens,
         threads=settings.threads,
+        reference=config.algorithm.needs_reference,
+        value_head=config.algorithm.needs_value,
     )
 
 

@@ -33,6 +33,8 @@ class BackendSpec:
     # CPU threads of one operation. One suits a trainer that shares the cores with an engine: threads that
     # wait for each other lose more to a busy neighbour than they gain. None: torch's choice, all cores.
     threads: int | None = None
+    reference: bool = False  # keep the start model frozen beside the one in training
+    value_head: bool = False  # a linear layer on the last hidden state that predicts returns
 
 
 class Backend(Protocol):
@@ -56,6 +58,17 @@ class Backend(Protocol):
 
     def logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
         """Log-probs under the current weights, `[n_i]` per sequence; entry 0 and unmasked entries are 0."""
+        ...
+
+    def reference_logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
+        """As `logprobs`, under the weights that `load_hf` has read. Needs `BackendSpec.reference`."""
+        ...
+
+    def values(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
+        """`V(s_t)`, the return expected before token `t` is sampled, laid out as `logprobs`.
+
+        Needs `BackendSpec.value_head`.
+        """
         ...
 
     def train_step(self, batch: TrainBatch) -> dict[str, float]:

@@ -68,6 +68,14 @@ class TrainerProcess:
         result: list[NDArray[np.float32]] = self._call("logprobs", batch)
         return result
 
+    def reference_logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
+        result: list[NDArray[np.float32]] = self._call("reference_logprobs", batch)
+        return result
+
+    def values(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
+        result: list[NDArray[np.float32]] = self._call("values", batch)
+        return result
+
     def train_step(self, batch: TrainBatch) -> dict[str, float]:
         metrics: dict[str, float] = self._call("train_step", batch)
         return metrics

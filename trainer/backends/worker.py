@@ -22,7 +22,19 @@ BACKENDS = {"megatron": "titogym.trainer.backends.megatron.backend.MegatronBacke
 class Worker:
     """One method per call that may come through the pipe; those of `Backend` are passed on."""
 
-    FORWARDED = frozenset({"load_hf", "init_random", "logprobs", "train_step", "save", "load", "save_hf"})
+    FORWARDED = frozenset(
+        {
+            "load_hf",
+            "init_random",
+            "logprobs",
+            "reference_logprobs",
+            "values",
+            "train_step",
+            "save",
+            "load",
+            "save_hf",
+        }
+    )
 
     def __init__(self, spec: BackendSpec, connection: Connection) -> None:
         module, _, name = BACKENDS[spec.backend].rpartition(".")

@@ -6,6 +6,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from titogym.trainer.backends.megatron import checkpoint, compat, hf_weights
 from titogym.trainer.backends.megatron.model import build, read_config
 from titogym.trainer.backends.megatron.packing import Microbatch, microbatches
 from titogym.trainer.batch import TrainBatch
-from titogym.trainer.losses import combine_metrics, policy_loss
+from titogym.trainer.losses import batch_loss, combine_metrics
 
 # What makes a saved model directory usable by transformers and SGLang beside weights and config.json.
 TOKENIZER_FILES = (
@@ -46,8 +47,10 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 
-# One microbatch's share of the loss of the whole batch, from its log-probs, with metrics.
-LossFunction = Callable[[Microbatch, Tensor], tuple[Tensor, dict[str, float]]]
+# Log-probs of a microbatch's scored tokens, their entropies and values where there are such, `[m]`.
+Scores = tuple[Tensor, Tensor | None, Tensor | None]
+# One microbatch's share of the loss of the whole batch, with metrics.
+LossFunction = Callable[[Microbatch, Scores], tuple[Tensor, dict[str, float]]]
 
 
 class MegatronBackend:
@@ -64,6 +67,8 @@ class MegatronBackend:
     def load_hf(self, model_dir: Path) -> None:
         self._build(read_config(model_dir), model_dir)
         hf_weights.import_weights(self.model, model_dir)
+        if self.spec.reference:
+            self._reference = [parameter.detach().clone() for parameter in self.model.parameters()]
         self._make_optimizer()
 
     def init_random(self, config: Mapping[str, Any], seed: int, tokenizer_dir: Path | None = None) -> None:
@@ -75,29 +80,51 @@ class MegatronBackend:
         hf_weights.initialize(self.model, seed, config.get("initializer_range", 0.02))
         self._make_optimizer()
 
-    @torch.no_grad()
     def logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
+        return self._score(batch, lambda scores: scores[0])
+
+    def reference_logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
+        if self._reference is None:
+            raise ValueError("the backend was built without BackendSpec.reference, or not by load_hf")
+        with self._weights(self._reference):
+            return self.logprobs(batch)
+
+    def values(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
+        return self._score(batch, lambda scores: scores[2])
+
+    @torch.no_grad()
+    def _score(
+        self, batch: TrainBatch, choose: Callable[[Scores], Tensor | None]
+    ) -> list[NDArray[np.float32]]:
         result: list[NDArray[np.float32]] = [
             np.zeros(len(tokens), dtype=np.float32) for tokens in batch.tokens
         ]
         for micro in self._microbatches(batch.tokens, batch.loss_mask):
-            micro.scatter(self._forward(micro, batch.temperature), result)
+            chosen = choose(self._forward(micro, batch.temperature))
+            if chosen is None:
+                raise ValueError("the backend was built without BackendSpec.value_head")
+            micro.scatter(chosen, result)
         return result
+
+    @contextmanager
+    @torch.no_grad()
+    def _weights(self, weights: Sequence[Tensor]) -> Iterator[None]:
+        """The model has other weights while the block runs."""
+        parameters = list(self.model.parameters())
+        held = [parameter.detach().clone() for parameter in parameters]
+        try:
+            for parameter, other in zip(parameters, weights, strict=True):
+                parameter.copy_(other)
+            yield
+        finally:
+            for parameter, own in zip(parameters, held, strict=True):
+                parameter.copy_(own)
 
     def train_step(self, batch: TrainBatch) -> dict[str, float]:
         total = float(sum(mask.sum(dtype=np.float64) for mask in batch.loss_mask))
 
-        def loss(micro: Microbatch, logp: Tensor) -> tuple[Tensor, dict[str, float]]:
-            old = logp.detach() if batch.old_logprobs is None else micro.gather(batch.old_logprobs)
-            return policy_loss(
-                logp,
-                old,
-                micro.gather(batch.rollout_logprobs),
-                micro.gather(batch.advantages),
-                micro.gather(batch.loss_mask),
-                self.spec.loss,
-                total,
-            )
+        def loss(micro: Microbatch, scores: Scores) -> tuple[Tensor, dict[str, float]]:
+            return batch_loss(batch, micro.gather, micro.sequences(), scores, self.spec.loss, total)
 
         settings = self.spec.optimizer
         lr = settings.lr * min(1.0, (self.step + 1) / max(settings.warmup_steps, 1))
@@ -110,8 +137,8 @@ class MegatronBackend:
         """One optimizer step on the mean negative log-likelihood of the masked tokens (weights, `[n_i]`)."""
         total = float(sum(mask.sum(dtype=np.float64) for mask in loss_mask))
 
-        def loss(micro: Microbatch, logp: Tensor) -> tuple[Tensor, dict[str, float]]:
-            share = -(logp * micro.gather(loss_mask)).sum() / total
+        def loss(micro: Microbatch, scores: Scores) -> tuple[Tensor, dict[str, float]]:
+            share = -(scores[0] * micro.gather(loss_mask)).sum() / total
             return share, {"loss": float(share.detach())}
 
         parts, metrics = self._optimize(tokens, loss_mask, 1.0, loss, lr)
@@ -137,7 +164,11 @@ class MegatronBackend:
 
     def _build(self, config: Mapping[str, Any], source: Path | None) -> None:
         _start_single_rank()
-        self.model = build(config, self._dtype).to(self._device)
+        self.model = build(config, self._dtype)
+        if self.spec.value_head:
+            self.model.add_value_head()
+        self.model.to(self._device)
+        self._reference: list[Tensor] | None = None
         self._config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
         self._source = source
         self.step = 0
@@ -170,9 +201,12 @@ class MegatronBackend:
     ) -> Iterator[Microbatch]:
         return microbatches(tokens, loss_mask, self.spec.microbatch_tokens, self._device)
 
-    def _forward(self, micro: Microbatch, temperature: float) -> Tensor:
-        logp: Tensor = self._module(micro.tokens, micro.packing, micro.where, micro.targets, temperature)
-        return logp
+    def _forward(self, micro: Microbatch, temperature: float) -> Scores:
+        entropy = torch.is_grad_enabled() and self.spec.loss.needs_entropy
+        scores: Scores = self._module(
+            micro.tokens, micro.packing, micro.where, micro.targets, temperature, entropy
+        )
+        return scores
 
     def _optimize(
         self,

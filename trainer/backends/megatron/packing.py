@@ -24,6 +24,11 @@ class Microbatch:
     targets: Tensor  # [m]
     members: tuple[tuple[int, NDArray[np.int64]], ...]  # (sequence, its scored entries)
 
+    def sequences(self) -> Tensor:
+        """Which sequence of the microbatch, from 0, each scored entry belongs to, `[m]` int64."""
+        lengths = torch.tensor([len(entries) for _, entries in self.members], device=self.tokens.device)
+        return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+
     def gather(self, column: Sequence[NDArray[np.float32]]) -> Tensor:
         """The scored entries of a per-token column, `[m]` on the microbatch's device."""
         picked = np.concatenate([column[sequence][entries] for sequence, entries in self.members])
