@@ -59,6 +59,7 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None  # SGLang heeds it only with --enable-deterministic-inference
     json_schema: str | None = None
+    structural_tag: str | None = None  # grammar of an answer, as xgrammar's JSON
 
 
 @dataclass(frozen=True, slots=True)

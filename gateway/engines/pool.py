@@ -310,7 +310,7 @@ class _SoFar:
             self._certain
             and len(self.ids) < params.max_new_tokens
             and not (self.ids and self.ids[-1] in params.stop_token_ids)
-            and not (params.stop or params.json_schema)
+            and not (params.stop or params.json_schema or params.structural_tag)
             and params.frequency_penalty == params.presence_penalty == 0
         )
 

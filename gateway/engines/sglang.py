@@ -163,6 +163,8 @@ def _sampling_params(params: SamplingParams) -> dict[str, Any]:
         wire["sampling_seed"] = params.seed
     if params.json_schema is not None:
         wire["json_schema"] = params.json_schema
+    if params.structural_tag is not None:
+        wire["structural_tag"] = params.structural_tag
     return wire
 
 

@@ -18,6 +18,7 @@ from titogym.gateway.protocols.fields import (
     string,
     template_kwargs,
 )
+from titogym.gateway.protocols.tool_choice import openai_choice
 from titogym.gateway.sessions.spec import Sampling
 from titogym.gateway.sessions.tree import Receipt
 from titogym.gateway.sessions.turn import Committed, Delta, TurnRequest
@@ -54,7 +55,7 @@ _READ = {
     *_SAMPLING,
     *("model", "messages", "tools", "tool_choice", "stream", "stream_options", "n", "stop", "logprobs"),
     *("max_tokens", "max_completion_tokens", "top_logprobs", "response_format", "reasoning_effort"),
-    *("chat_template_kwargs", "modalities"),
+    *("chat_template_kwargs", "modalities", "parallel_tool_calls"),
 }
 _ROLES: dict[str, Role] = {
     "system": "system",
@@ -94,7 +95,7 @@ def parse(body: Any, context: Context) -> ChatRequest:
         messages=messages(body.get("messages")),
         sampling=_sampling(body),
         stream=boolean(body, "stream"),
-        calls=bool(tools) and _may_call(body.get("tool_choice")),
+        choice=openai_choice(body, tools, ignored, nested=True),
         ignored=ignored,
         receipt=context.receipt("chatcmpl-"),
     )
@@ -142,21 +143,12 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
         if not isinstance(tool, dict) or tool.get("type") != "function":
             raise RequestError(f"{where}: only tools of type 'function' are supported.", param=where)
         function = tool.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(function, dict) or not isinstance(name, str) or not name:
             raise RequestError(f"{where}.function must be an object with a name.", param=where)
         if not isinstance(function.get("parameters") or {}, dict):
             raise RequestError(f"{where}.function.parameters must be an object.", param=where)
     return tuple(tools)
-
-
-def _may_call(choice: Any) -> bool:
-    if choice in (None, "auto"):
-        return True
-    if choice == "none":
-        return False
-    raise RequestError(
-        "A tool call cannot be forced: set tool_choice to 'auto' or 'none'.", param="tool_choice"
-    )
 
 
 # --- messages -------------------------------------------------------------------------------------

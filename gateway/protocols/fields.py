@@ -11,6 +11,7 @@ import orjson
 from pydantic import ValidationError
 
 from titogym.gateway.errors import RequestError
+from titogym.gateway.protocols.schemas import has_instance
 from titogym.gateway.sessions.spec import Sampling
 from titogym.templates.family import Family
 
@@ -42,13 +43,10 @@ HARMLESS: dict[str, tuple[Any, ...]] = {  # values that ask for nothing, or for 
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "background": (False,),
-    "parallel_tool_calls": (True,),
     "mcp_servers": ([],),
 }
 CACHED = "a session's prefix is cached on its engine anyway"
-PARALLEL = "the model decides how many tools it calls at once"
 IGNORED = {
-    "parallel_tool_calls": PARALLEL,
     "metadata": "a session is labelled when it is created",
     "user": "a session has one user",
     "safety_identifier": "a session has one user",
@@ -111,9 +109,11 @@ def json_schema(wanted: Any, param: str, inside: str = "") -> str | None:
             return '{"type": "object"}'
         case "json_schema":
             holder = mapping(wanted.get(inside), f"{param}.{inside}") if inside else wanted
-            if isinstance(holder.get("schema"), dict):
-                return orjson.dumps(holder["schema"]).decode()
             where = f"{param}.{inside}" if inside else param
+            if isinstance(holder.get("schema"), dict):
+                if not has_instance(holder["schema"]):
+                    raise RequestError(f"{where}.schema: nothing can match it.", param=param)
+                return orjson.dumps(holder["schema"]).decode()
             raise RequestError(f"{where}.schema must be an object.", param=param)
         case other:
             raise RequestError(f"{param} type {other!r} is not supported.", param=param)

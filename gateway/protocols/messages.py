@@ -16,7 +16,6 @@ from titogym.gateway.protocols.arguments import same_value
 from titogym.gateway.protocols.base import Context, WireProtocol, unseal
 from titogym.gateway.protocols.errors import anthropic_error
 from titogym.gateway.protocols.fields import (
-    PARALLEL,
     boolean,
     checked,
     element,
@@ -31,6 +30,7 @@ from titogym.gateway.protocols.fields import (
     template_kwargs,
 )
 from titogym.gateway.protocols.messages_reply import MessagesReply
+from titogym.gateway.protocols.tool_choice import anthropic_choice
 from titogym.gateway.sessions.spec import Sampling
 from titogym.gateway.sessions.tree import Receipt
 from titogym.gateway.sessions.turn import TurnRequest
@@ -80,8 +80,9 @@ def parse(body: Any, context: Context) -> MessagesRequest:
         messages=(*_system(body.get("system"), ignored), *_Reader(context, ignored).messages(body)),
         sampling=_sampling(body),
         stream=boolean(body, "stream"),
-        calls=bool(tools) and _may_call(body.get("tool_choice"), ignored),
+        choice=anthropic_choice(body, tools),
         ignored=ignored,
+        schema_field="output_config.format",
         receipt=context.receipt("msg_"),
     )
     return MessagesRequest(turn, string(body.get("model"), "model") or context.model)
@@ -137,18 +138,6 @@ def _tools(value: Any, ignored: dict[str, str]) -> tuple[dict[str, Any], ...]:
         else:
             raise RequestError(f"{where}: tools of type {kind!r} are not supported.", param=where)
     return tuple(made)
-
-
-def _may_call(choice: Any, ignored: dict[str, str]) -> bool:
-    choice = mapping(choice, "tool_choice")
-    if boolean(choice, "disable_parallel_tool_use"):
-        ignored["tool_choice.disable_parallel_tool_use"] = PARALLEL
-    kind = choice.get("type", "auto")
-    if kind in ("auto", "none"):
-        return bool(kind == "auto")
-    raise RequestError(
-        "A tool call cannot be forced: set tool_choice to type 'auto' or 'none'.", param="tool_choice"
-    )
 
 
 # --- messages -------------------------------------------------------------------------------------

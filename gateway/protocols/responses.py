@@ -27,6 +27,7 @@ from titogym.gateway.protocols.fields import (
 )
 from titogym.gateway.protocols.items import CUSTOM_PARAMETERS, ItemReader, ToolNames, input_items
 from titogym.gateway.protocols.responses_reply import ResponsesReply
+from titogym.gateway.protocols.tool_choice import openai_choice
 from titogym.gateway.sessions.spec import Sampling
 from titogym.gateway.sessions.tree import Node, Receipt, Tree, conversation
 from titogym.gateway.sessions.turn import TurnRequest
@@ -51,7 +52,8 @@ _IGNORED = {
 }
 _READ = {
     *("model", "input", "instructions", "previous_response_id", "stream", "store", "include", "tools"),
-    *("tool_choice", "reasoning", "text", "temperature", "top_p", "max_output_tokens", "metadata"),
+    *("tool_choice", "parallel_tool_calls", "reasoning", "text", "temperature", "top_p"),
+    *("max_output_tokens", "metadata"),
 }
 _ENCRYPTED = "reasoning.encrypted_content"
 _ECHOED = ("temperature", "top_p", "max_output_tokens", "previous_response_id", "metadata")
@@ -73,15 +75,16 @@ def parse(body: Any, context: Context) -> ResponsesRequest:
     if body.get("truncation") == "disabled":
         del ignored["truncation"]
     tools, names = _tools(body.get("tools"), ignored)
-    may_call = _may_call(body.get("tool_choice"))
+    choice = openai_choice(body, tools, ignored)
     echo = _echo(body, context, names, ignored)
     turn = TurnRequest(
         prefix=Prefix(tools=tools, kwargs=_kwargs(body, context, ignored)),
         messages=_messages(body, context, ignored),
         sampling=_sampling(body),
         stream=boolean(body, "stream"),
-        calls=bool(tools) and may_call,
+        choice=choice,
         ignored=ignored,
+        schema_field="text.format",
         receipt=context.receipt("resp_", **echo),
     )
     return ResponsesRequest(turn)
@@ -208,6 +211,8 @@ def _echo(
             echo[name] = mapping(body[name], name)
     if not boolean(body, "store", True):
         echo["store"] = False
+    if not boolean(body, "parallel_tool_calls", True):
+        echo["parallel_tool_calls"] = False
     if _ENCRYPTED in include:
         echo["encrypted"] = True
     if body.get("instructions"):
@@ -246,13 +251,3 @@ def _tools(value: Any, ignored: dict[str, str]) -> tuple[tuple[dict[str, Any], .
     for i, tool in enumerate(sequence(value, "tools")):
         add(tool, f"tools[{i}]")
     return tuple(made), ToolNames(tuple(custom), tuple(namespaces))
-
-
-def _may_call(choice: Any) -> bool:
-    if choice in (None, "auto"):
-        return True
-    if choice == "none":
-        return False
-    raise RequestError(
-        "A tool call cannot be forced: set tool_choice to 'auto' or 'none'.", param="tool_choice"
-    )

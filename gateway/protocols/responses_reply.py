@@ -83,7 +83,7 @@ class ResponsesReply:
             "metadata": echo.get("metadata", {}),
             "model": echo.get("model", ""),
             "output": output,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": echo.get("parallel_tool_calls", True),
             "previous_response_id": echo.get("previous_response_id"),
             "reasoning": {"effort": None, "summary": None, **echo.get("reasoning", {})},
             "service_tier": "default",

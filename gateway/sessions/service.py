@@ -7,9 +7,9 @@ once, after the last token and before the client learns that its answer is compl
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import orjson
@@ -41,15 +41,17 @@ from titogym.gateway.sessions.tree import (
     token_array,
 )
 from titogym.gateway.sessions.turn import Committed, Delta, Item, Items, Planned, TurnRequest
+from titogym.gateway.tokens.forcing import forced_calls, one_call_stops
 from titogym.gateway.tokens.parsers.answer import AnswerParser
 from titogym.gateway.tokens.rows import Extension, extend
-from titogym.templates.conversation import Message, Prefix
+from titogym.templates.conversation import Message, Prefix, Role
 from titogym.templates.model import ModelAssets
 
 _LONG_TEXT = 32_768  # characters; encoding more than this would hold up other sessions' streams
 # Characters per token that no text comes near on average: one that is longer is refused unencoded, since
 # encoding takes some 300 bytes of memory for each of its own.
 _MOST_CHARACTERS = 32
+_SHARED_BLOCK = "the family writes all calls of an answer as one"
 
 
 class Router(Protocol):
@@ -72,6 +74,7 @@ class _Plan:
     extension: Extension
     prompt: Prompt
     params: SamplingParams
+    stops: tuple[str, ...]  # stop strings of the client; `params` may have more
     routes_from: int | None  # the first token without expert routes, where the session keeps them
 
 
@@ -108,7 +111,7 @@ class TurnService:
         everything that validation can find.
         """
         started = time.monotonic()
-        self._note_ignored(session, request)
+        self._ignore(session, {**request.ignored, **_overruled(session.spec.sampling, request.sampling)})
         try:
             async with session.lock if session.spec.policy == "linear" else nullcontext():
                 plan = await self._plan(session, request)
@@ -172,9 +175,38 @@ class TurnService:
         params = self._params(
             session.spec.sampling, request.sampling, room if budget is None else min(room, budget)
         )
+        stops = params.stop
+        params = self._chosen(session, request, messages[-1].role if messages else "user", params)
         held = first_missing(parent.length if parent else 0, extension.trim)
         routes_from = held if session.spec.routes else None
-        return _Plan(lookup, placement, messages, extension, prompt, params, routes_from)
+        return _Plan(lookup, placement, messages, extension, prompt, params, stops, routes_from)
+
+    def _chosen(
+        self, session: Session, request: TurnRequest, after: Role, params: SamplingParams
+    ) -> SamplingParams:
+        """With what makes the answer call tools as the request asks. Raises `RequestError`."""
+        choice, renderer = request.choice, self._assets.renderer
+        if choice.must:
+            if params.json_schema is not None:
+                raise RequestError(
+                    f"An answer cannot both call a tool and follow {request.schema_field}.",
+                    param="tool_choice",
+                )
+            single = bool(choice.single)
+            tag = forced_calls(renderer, request.prefix, after=after, names=choice.must, single=single)
+            if tag is None:
+                raise RequestError(
+                    f"A call cannot be forced in the {self._assets.family.name} format: set tool_choice to "
+                    "auto or none.",
+                    param="tool_choice",
+                )
+            return replace(params, structural_tag=tag)
+        if choice.may and choice.single:
+            stops = one_call_stops(renderer, request.prefix, after)
+            if stops is None:
+                self._ignore(session, {choice.single: _SHARED_BLOCK})
+            return replace(params, stop=(*params.stop, *(stops or ())))
+        return params
 
     def _params(self, forced: Sampling, asked: Sampling, most: int) -> SamplingParams:
         options = {**asked.model_dump(exclude_none=True), **forced.model_dump(exclude_none=True)}
@@ -196,9 +228,9 @@ class TurnService:
             self._assets.family,
             self._assets.tokenizer,
             stop_ids=self._assets.stop_ids,
-            stops=plan.params.stop,
+            stops=plan.stops,
             opened=plan.extension.opened,
-            calls=request.calls,
+            calls=request.choice.may,
             tools=request.prefix.tools,
         )
         output, logprobs = token_array(()), logprob_array(())
@@ -222,7 +254,7 @@ class TurnService:
                     events = parser.push(chunk.output_ids)
                     yield Delta(events, chunk.output_ids, chunk.logprobs)
         except EngineError as error:
-            raise _engine_failure(error) from error
+            raise _grammar_refusal(error, request, plan.params) or _engine_failure(error) from error
         except (asyncio.CancelledError, GeneratorExit):
             session.diagnostics.aborted += 1
             raise
@@ -230,6 +262,7 @@ class TurnService:
             raise _engine_failure(EngineError("the engine ended the generation before it was complete"))
         yield Delta(parser.finish(), (), ())
         done = time.monotonic()
+        ours = plan.params.stop[len(plan.stops) :]
         generation = Generation(
             trim=plan.extension.trim,
             prompt_ids=token_array(plan.extension.prompt_ids),
@@ -237,7 +270,7 @@ class TurnService:
             logprobs=logprobs,
             spans=finish.version_spans,
             finish=finish.reason,
-            stop=finish.matched_stop,
+            stop=finish.matched_stop if finish.matched_stop not in ours else None,
             engine=engine.url,
             cached_tokens=finish.cached_tokens,
             routes=self._packed(plan, finish, len(output)),
@@ -292,8 +325,8 @@ class TurnService:
             earlier.replayed = replayed
         return node
 
-    def _note_ignored(self, session: Session, request: TurnRequest) -> None:
-        ignored = {**request.ignored, **_overruled(session.spec.sampling, request.sampling)}
+    def _ignore(self, session: Session, ignored: Mapping[str, str]) -> None:
+        """List fields that have no effect, each once in a session."""
         known = session.diagnostics.ignored
         if not ignored.keys() <= known.keys():
             known.update(ignored)
@@ -338,6 +371,16 @@ def _replays(parent: Node | None, messages: tuple[Message, ...]) -> list[tuple[N
     sent = ((node, messages[node.depth - 1]) for node in path(parent))
     found = [(node, None if message == node.answer else message) for node, message in sent]
     return [(node, replayed) for node, replayed in found if replayed != node.replayed]
+
+
+def _grammar_refusal(error: EngineError, request: TurnRequest, params: SamplingParams) -> RequestError | None:
+    """The refusal of a request whose grammar the engine cannot make; None where that is not what failed."""
+    field = "tool_choice" if params.structural_tag else request.schema_field if params.json_schema else None
+    if field is None or error.status != 400 or "grammar" not in str(error):
+        return None
+    return RequestError(
+        f"{field}: the engine cannot follow this schema: {error}", code="invalid_json_schema", param=field
+    )
 
 
 def _engine_failure(error: EngineError) -> RequestError:

@@ -12,6 +12,7 @@ from titogym.gateway.sessions.policies import policy
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Whole = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]  # as much as every JSON writer takes
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 Count = Annotated[int, Field(ge=1, lt=1 << 63)]
 
 
@@ -29,7 +30,7 @@ class Sampling(_Strict):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     max_tokens: Count | None = None
-    stop: tuple[str, ...] | None = None
+    stop: Annotated[tuple[StopString, ...], Field(max_length=16)] | None = None
     seed: Whole | None = None
     json_schema: str | None = None
     ignore_eos: bool | None = None

@@ -11,15 +11,27 @@ from titogym.templates.conversation import Message, Prefix
 
 
 @dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether the answer may call tools; the names of those of which it `must` call one; and the request
+    field that allows it a `single` call, "" where it may make several."""
+
+    may: bool
+    must: tuple[str, ...] = ()
+    single: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """A validated request. `ignored` names request fields that have no effect, each with the reason."""
+    """A validated request. `ignored` names request fields that have no effect, each with the reason;
+    `schema_field` is the one whose JSON schema the answer follows."""
 
     prefix: Prefix
     messages: tuple[Message, ...]
     sampling: Sampling
     stream: bool
-    calls: bool  # whether the answer may call tools
+    choice: ToolChoice = ToolChoice(may=False)
     ignored: Mapping[str, str] = field(default_factory=dict)
+    schema_field: str = "response_format"
     receipt: Receipt = field(default_factory=Receipt)
 
 

@@ -7,6 +7,7 @@ from titogym.gateway.errors import RequestError
 from titogym.gateway.protocols import chat
 from titogym.gateway.protocols.base import Context
 from titogym.gateway.protocols.fields import ENGINE_FIELDS, IGNORED
+from titogym.gateway.sessions.turn import ToolChoice
 from titogym.templates.conversation import Message, ToolCall
 from titogym.templates.families import QUICKSTART, QWEN3
 
@@ -98,9 +99,19 @@ def test_messages_in_their_canonical_form(wire, canonical):
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0]"),
         ({"tools": [TOOL, {"type": "function", "function": {"name": "x", "parameters": []}}]}, None),
         ({"tools": [{"type": "function", "function": {"name": "x", "parameters": "none"}}]}, "tools[0]"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "bash"}}}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0]"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "must"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "look"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": "x" * 1025}, "stop"),
         ({"response_format": {"type": "grammar"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}},
+            "response_format",
+        ),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
     ],
@@ -132,7 +143,7 @@ def test_fields_that_have_no_effect_are_named_with_a_reason():
         n=1,
     ).turn
     assert set(turn.ignored) == {
-        *("user", "store", "parallel_tool_calls", "prompt_cache_key", "return_token_ids", "metadata"),
+        *("user", "store", "prompt_cache_key", "return_token_ids", "metadata"),
         "never_heard_of",
     }
     assert all(turn.ignored.values())
@@ -158,11 +169,27 @@ def test_template_arguments_belong_to_the_root_only_where_they_matter():
 
 
 def test_calls_are_looked_for_only_where_tools_are_offered():
-    assert parse(tools=[TOOL]).turn.calls
-    assert parse(tools=[TOOL], tool_choice="auto").turn.calls
-    assert not parse(tools=[TOOL], tool_choice="none").turn.calls
-    assert not parse(tools=[]).turn.calls
+    assert parse(tools=[TOOL]).turn.choice.may
+    assert parse(tools=[TOOL], tool_choice="auto").turn.choice.may
+    assert not parse(tools=[TOOL], tool_choice="none").turn.choice.may
+    assert not parse(tools=[]).turn.choice.may
     assert parse(tools=[TOOL], tool_choice="none").turn.prefix == parse(tools=[TOOL]).turn.prefix
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "required",
+        {"type": "function", "function": {"name": TOOL["function"]["name"]}},
+        {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [TOOL]}},
+    ],
+)
+def test_a_call_may_be_asked_for(choice):
+    asked = parse(tools=[TOOL], tool_choice=choice, parallel_tool_calls=False).turn
+    name = TOOL["function"]["name"]
+    assert asked.choice == ToolChoice(may=True, must=(name,), single="parallel_tool_calls")
+    assert asked.prefix == parse(tools=[TOOL]).turn.prefix
+    assert asked.ignored == {}
 
 
 def test_sampling_and_answer_options():
