@@ -35,8 +35,8 @@ from titogym.envs.sandboxes.base import (
     Unsupported,
 )
 from titogym.envs.sandboxes.destruction import Destruction
+from titogym.envs.sandboxes.doors import Door, doors_of, environment_of
 from titogym.envs.sandboxes.machine import Machine, Outcome
-from titogym.envs.sandboxes.relay import Relay
 from titogym.envs.sandboxes.storage import StorageWatch
 from titogym.errors import UserError
 from titogym.venvs import home
@@ -153,7 +153,8 @@ class LocalSandbox:
         self.storage_root = self._root
         self._full = False
         self._machine: Machine | None = None
-        self._relays: list[Relay] = []
+        self._serving = doors_of(spec)
+        self._doors: list[Door] = []
         self._starting = asyncio.Lock()
         self._destroyed = False
 
@@ -178,7 +179,7 @@ class LocalSandbox:
             outcome = await self._run(
                 arguments,
                 cwd=cwd or self._spec.workdir,
-                env={**_BASE_ENV, **self._spec.env, **(env or {})},
+                env={**_BASE_ENV, **environment_of(self._spec), **self._spec.env, **(env or {})},
                 stdin=stdin or b"",
                 timeout=timeout,
                 max_output=max_output,
@@ -228,8 +229,8 @@ class LocalSandbox:
         return await asyncio.to_thread(_read_beneath, self._root, path, limit)
 
     async def kill_processes(self) -> None:
-        for relay in self._relays:
-            relay.close()
+        for door in self._doors:
+            door.close()
         machine, self._machine = self._machine, None
         if machine is not None:
             await to_its_end(machine.kill())
@@ -338,23 +339,22 @@ class LocalSandbox:
             if self._machine is not None and not self._machine.alive:
                 await self.kill_processes()
             if self._machine is None:
-                services = self._spec.services
                 limits = bubblewrap.process_limits(
                     self._spec.limits, grouped=self._group.directories if self._group else ()
                 )
                 self._machine = await Machine.start(
                     self._command,
                     self.id,
-                    [*limits, *(f"listen={port}" for port in services)],
+                    [*limits, *(f"listen={port}" for port in self._serving)],
                     log=self._home / "log",
                     admit=self._group.add if self._group else lambda pid: None,
                 )
-                self._relays = [
-                    Relay(listener, address)
-                    for listener, address in zip(self._machine.listeners, services.values(), strict=True)
+                self._doors = [
+                    Door(listener, serve)
+                    for listener, serve in zip(self._machine.listeners, self._serving.values(), strict=True)
                 ]
-                for relay in self._relays:
-                    relay.start()
+                for door in self._doors:
+                    door.open()
             return self._machine
 
     def _command(self, inner: list[str], info_fd: int) -> list[str]:

@@ -141,7 +141,8 @@ async def test_a_cancelled_command_is_killed(sandbox):
 async def test_background_processes_outlast_their_command(sandbox):
     started = time.monotonic()
     done = await sandbox.exec("(sleep 1; echo late; touch /tmp/late) & echo now")
-    assert (done.stdout, done.running) == ("now\n", 2)
+    assert done.stdout == "now\n"
+    assert done.running in (1, 2)  # its `sleep` may not have begun
     assert time.monotonic() - started < 0.9, "the command was held up by its background process"
     await asyncio.sleep(1.3)
     assert (await sandbox.exec("ls /tmp")).stdout == "late\n"
