@@ -21,7 +21,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where there is no GPU, and say so."""
+    """Tell the parallel workers what belongs together; skip GPU tests where there is no GPU, and say so."""
+    for item in items:
+        # One worker for all that meets a real engine, which takes a minute to start and 3 GB; otherwise a
+        # file stays whole, so that its fixtures are made once.
+        group = "engine" if item.get_closest_marker("engine") else item.path.as_posix()
+        item.add_marker(pytest.mark.xdist_group(group))
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu:
         return
