@@ -17,8 +17,8 @@ Level = Literal[1, 2, 3, 4]
 _GUESSES = {1: 3, 2: 5, 3: 7, 4: 10}
 _START = 1000  # ranges begin below this
 _INSTRUCTION = (
-    "I am thinking of a whole number from {low} to {high}. You have {guesses} guesses. Answer with your guess "
-    "alone: one number. After each wrong guess I say whether it was too low or too high."
+    "I am thinking of a whole number from {low} to {high}. You have {guesses} guesses. Answer with your "
+    "guess alone: one number. After each wrong guess I say whether it was too low or too high."
 )
 _NUMBER = re.compile(r"-?\d{1,18}")
 

@@ -31,12 +31,15 @@ ENVIRONMENTS = {
     "terminal": "titogym.envs.terminal:TerminalEnvironment",
     "arithmetic": "titogym.envs.arithmetic:Arithmetic",
     "guess": "titogym.envs.guessing:Guessing",
+    "sql": "titogym.envs.text_to_sql:TextToSql",
 }
 # A generator is called with (split, seed, count, **options) and returns that many tasks.
 GENERATORS = {
     "shell": "titogym.envs.shell_tasks:tasks",
     "arithmetic": "titogym.envs.arithmetic:tasks",
     "guess": "titogym.envs.guessing:tasks",
+    "sql": "titogym.envs.text_to_sql:tasks",
+    "edit": "titogym.envs.edit_tasks:tasks",
 }
 STARTER = Path(__file__).with_name("tasks")  # the task directories that come with titogym
 ENVIRONMENT_GROUP = "titogym.environments"
