@@ -23,6 +23,8 @@ class Sample:
     version_spans: list[tuple[int, int, str]]
     reward: float
     episode: int = 0
+    # Experts that each token but the last went through, `[n - 1, layers, top_k]`, where they were recorded.
+    routes: NDArray[np.unsignedinteger] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
@@ -63,6 +65,8 @@ class TrainBatch:
     reference_logprobs: list[NDArray[np.float32]] | None = None  # of the frozen start model
     values: list[NDArray[np.float32]] | None = None  # of the value head, before the first step on this data
     returns: list[NDArray[np.float32]] | None = None  # what the value head learns to predict
+    # Recorded experts `[n_i - 1, layers, top_k]`; those of token t were taken on the way to predict token t + 1.
+    routes: list[NDArray[np.unsignedinteger]] | None = None
     lags: list[NDArray[np.float32]] | None = None  # versions behind of the sampling weights; -1: not known
 
     def __len__(self) -> int:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from titogym.errors import UserError
+from titogym.trainer.backends.layout import Layout
 
 Text = Annotated[str, Field(min_length=1)]
 PathValue = Annotated[Path, Field(strict=False)]
@@ -38,9 +39,18 @@ class RunSection(Section):
     steps: Count = Field(
         description="Optimizer steps of the whole run; a resumed run goes on to this number."
     )
+    driver: Literal["async", "sync"] = Field(
+        default="async",
+        description="`async`: rollout and training overlap. `sync`: they take turns, and every step trains on "
+        "what the newest weights have sampled.",
+    )
     seed: int = Field(default=0, description="Seeds the order of tasks and the trainer.")
     keep_trajectories: Whole = Field(
         default=4, description="Episodes per step whose full trajectories are kept for reading."
+    )
+    keep_batches: bool = Field(
+        default=False,
+        description="Also keep all that each step trained on, as safetensors, in run.dir/batches.",
     )
 
 
@@ -61,6 +71,11 @@ class EngineSection(Section):
     urls: list[Text] = Field(
         default_factory=list,
         description="SGLang servers to use, all with the same model. Empty: the run starts one of its own.",
+    )
+    placement: Literal["disaggregated", "colocated"] = Field(
+        default="disaggregated",
+        description="Whether engine and trainer have devices of their own, or take turns on the same ones "
+        '(`colocated`, for run.driver = "sync" alone).',
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="Precision of the engine that the run starts; `auto` is the model's own."
@@ -133,13 +148,31 @@ class SandboxSection(Section):
 class RolloutSection(Section):
     """How episodes are collected."""
 
-    samples_per_prompt: Annotated[int, Field(ge=2)] = Field(
+    samples_per_prompt: Count = Field(
         default=8, description="Episodes of one task that form a group and are compared with one another."
     )
     groups_per_step: Count = Field(default=4, description="Groups that one optimizer step trains on.")
     episodes_in_flight: Count = Field(
         default=32,
         description="Episodes that run at the same time; a new group starts when its places are free.",
+    )
+    refill: Literal["sample", "group"] = Field(
+        default="sample",
+        description="When an episode's place is free again: when it ends (`sample`), or when its whole `group` "
+        "has ended.",
+    )
+    min_episodes: Count = Field(
+        default=2, description="A group with fewer usable episodes is not trained on; the others failed."
+    )
+    over_sampling: Whole = Field(
+        default=0,
+        description="Further episodes started per group; once samples_per_prompt usable ones have ended, the "
+        "rest are aborted.",
+    )
+    over_sampling_groups: Whole = Field(
+        default=0,
+        description='With run.driver = "sync": further groups started per step; what still runs when the step '
+        "has its groups is aborted and collected again later.",
     )
     temperature: Positive = Field(
         default=1.0, description="Sampling temperature; the trainer scores under the same one."
@@ -152,6 +185,9 @@ class RolloutSection(Section):
     )
     max_tokens: Count | None = Field(
         default=None, description="Most tokens sampled over a whole episode; no limit when left out."
+    )
+    max_seconds: Positive | None = Field(
+        default=None, description="Most seconds that the agent may work, where the task allows more."
     )
     max_failures_in_a_row: Count = Field(
         default=64, description="The run stops when this many episodes in a row have failed."
@@ -172,9 +208,27 @@ class BufferSection(Section):
     on_stale: Literal["drop", "retry"] = Field(
         default="drop", description="What happens to a rejected group: forget it, or run its task again."
     )
+    on_failure: Literal["drop", "retry"] = Field(
+        default="drop", description="The same for a group with fewer than rollout.min_episodes usable ones."
+    )
     max_retries: Count = Field(
-        default=2,
-        description='With on_stale = "retry": how often one group is run again before it is dropped.',
+        default=2, description="How often one group is run again, with `retry`, before it is dropped."
+    )
+    on_timeout: Literal["keep", "drop"] = Field(
+        default="keep",
+        description="Whether an attempt that ran out of time is trained on with its grade, or counts as failed.",
+    )
+    filter: Text = Field(
+        default="none",
+        description="Which groups the trainer sees: `none` filters nothing, `mixed_rewards` keeps those whose "
+        "episodes differ in reward, or a dotted path to a function `(Group) -> True, or why not`.",
+    )
+    max_filtered_in_a_row: Count = Field(
+        default=1000, description="The run stops when the filter has refused this many groups in a row."
+    )
+    implementation: Text = Field(
+        default="titogym.trainer.buffer:GroupBuffer",
+        description="Dotted path to the buffer's class; `titogym.trainer.buffer:Buffer` says what it does.",
     )
 
 
@@ -276,7 +330,7 @@ class AlgorithmSection(LossConfig):
 
 
 class TrainerSection(Section):
-    """The process that holds the weights in training."""
+    """The processes that hold the weights in training."""
 
     backend: Literal["megatron"] = Field(default="megatron", description="Training backend.")
     dtype: Literal["float32", "bfloat16"] = Field(
@@ -289,10 +343,46 @@ class TrainerSection(Section):
         default=1,
         description="CPU threads of one operation. One suits a trainer that shares the cores with an engine.",
     )
+    tensor_parallel: Count = Field(default=1, description="Ranks that share each matrix.")
+    pipeline_parallel: Count = Field(default=1, description="Ranks that hold consecutive layers.")
+    context_parallel: Count = Field(default=1, description="Ranks that share the tokens of each sequence.")
+    data_parallel: Count = Field(
+        default=1, description="Copies of the model, each with its part of the batch."
+    )
+    expert_parallel: Count = Field(
+        default=1, description="Ranks, of those of one pipeline stage, that hold different experts."
+    )
+    expert_tensor_parallel: Count | None = Field(
+        default=None, description="Ranks that share each matrix of an expert; tensor_parallel when left out."
+    )
+    recompute: bool = Field(
+        default=False, description="Compute activations again in the backward pass, to save memory."
+    )
+    deterministic: bool = Field(
+        default=False, description="Use only algorithms that give the same bits for the same input."
+    )
+    r3: bool = Field(
+        default=False,
+        description="Routing replay for mixture-of-experts models: the trainer takes the experts that the "
+        "engine took.",
+    )
+    timeout: Positive = Field(
+        default=600.0, description="Seconds that one rank waits for another before the trainer gives up."
+    )
+
+    def layout(self) -> Layout:
+        return Layout(
+            tensor=self.tensor_parallel,
+            pipeline=self.pipeline_parallel,
+            context=self.context_parallel,
+            data=self.data_parallel,
+            expert=self.expert_parallel,
+            expert_tensor=self.expert_tensor_parallel,
+        )
 
 
 class OptimizerConfig(Section):
-    """AdamW. The learning rate rises linearly over the warm-up and is constant after it."""
+    """AdamW. The learning rate rises linearly over the warm-up and then follows the schedule."""
 
     lr: Positive = Field(default=1e-6, description="Learning rate.")
     beta1: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9, description="Decay of the first moment.")
@@ -303,6 +393,14 @@ class OptimizerConfig(Section):
     weight_decay: NonNegative = Field(default=0.0, description="Decoupled weight decay.")
     clip_grad: Positive = Field(default=1.0, description="Largest norm of the gradient.")
     warmup_steps: Whole = Field(default=0, description="Updates over which the learning rate rises.")
+    schedule: Literal["constant", "cosine", "linear"] = Field(
+        default="constant", description="Course of the learning rate after the warm-up."
+    )
+    decay_steps: Count | None = Field(
+        default=None,
+        description="Updates after the warm-up until a `cosine` or `linear` schedule reaches min_lr.",
+    )
+    min_lr: NonNegative = Field(default=0.0, description="Where such a schedule ends.")
 
 
 class CheckpointSection(Section):
@@ -357,10 +455,11 @@ class RunConfig(Section):
 def _impossible(config: RunConfig) -> Iterator[str]:
     """Combinations that cannot keep their promise, each as a sentence that says what to change."""
     rollout, buffer, algorithm, evaluation = config.rollout, config.buffer, config.algorithm, config.eval
-    if rollout.episodes_in_flight < rollout.samples_per_prompt:
+    together = rollout.samples_per_prompt + rollout.over_sampling
+    if rollout.episodes_in_flight < together:
         yield (
             f"rollout.episodes_in_flight = {rollout.episodes_in_flight} can never hold one group of "
-            f"rollout.samples_per_prompt = {rollout.samples_per_prompt}: raise it to at least that"
+            f"rollout.samples_per_prompt + over_sampling = {together}: raise it to at least that"
         )
     if buffer.capacity < rollout.groups_per_step:
         yield (
@@ -372,10 +471,32 @@ def _impossible(config: RunConfig) -> Iterator[str]:
             f"algorithm.minibatches = {algorithm.minibatches} is more than the rollout.groups_per_step = "
             f"{rollout.groups_per_step} groups of one step: lower it"
         )
-    if buffer.on_stale == "drop" and "max_retries" in buffer.model_fields_set:
+    if "retry" not in (buffer.on_stale, buffer.on_failure) and "max_retries" in buffer.model_fields_set:
         yield (
             'buffer.max_retries has no effect with buffer.on_stale = "drop": remove it, '
             'or set buffer.on_stale = "retry"'
+        )
+    if "max_filtered_in_a_row" in buffer.model_fields_set and buffer.filter == "none":
+        yield "buffer.max_filtered_in_a_row has no effect without a buffer.filter: remove it"
+    if rollout.min_episodes > rollout.samples_per_prompt:
+        yield (
+            f"rollout.min_episodes = {rollout.min_episodes} is more than the rollout.samples_per_prompt = "
+            f"{rollout.samples_per_prompt} episodes of a group: lower it"
+        )
+    if rollout.min_episodes < 2 and algorithm.advantage in _GROUP_RELATIVE:
+        yield (
+            f'algorithm.advantage = "{algorithm.advantage}" compares episodes of one task, of which '
+            f"rollout.min_episodes = {rollout.min_episodes} leaves too few: raise it to at least 2"
+        )
+    if config.run.driver == "async" and rollout.over_sampling_groups:
+        yield (
+            'rollout.over_sampling_groups has no effect with run.driver = "async", which never waits for a '
+            'slow group: remove it, or set run.driver = "sync"'
+        )
+    if config.run.driver == "async" and config.engine.placement == "colocated":
+        yield (
+            'run.driver = "async" samples while it trains, which engine.placement = "colocated" cannot: the '
+            'same devices do both. Set run.driver = "sync", or engine.placement = "disaggregated"'
         )
     if algorithm.tis_low >= algorithm.tis_high:
         yield (
@@ -398,13 +519,14 @@ def _impossible(config: RunConfig) -> Iterator[str]:
             f"rollout.max_tokens_per_turn = {rollout.max_tokens_per_turn} leaves no room for a prompt in "
             f"engine.context_length = {context}: lower the former"
         )
+    yield from _impossible_training(config.trainer, config.optimizer)
     pool = config.engine.max_total_tokens
     if context is not None and pool is not None and context > pool:
         yield (
             f"engine.max_total_tokens = {pool} cannot hold one sequence of "
             f"engine.context_length = {context}: raise it"
         )
-    own = config.engine.model_fields_set - {"urls"}
+    own = config.engine.model_fields_set - {"urls", "placement"}
     if config.engine.urls and own:
         yield (
             f"engine.{min(own)} has no effect on the running engines of engine.urls: remove it, or remove "
@@ -418,6 +540,19 @@ def _impossible(config: RunConfig) -> Iterator[str]:
                 f'eval.split = "{evaluation.split}" is the split that training sees: choose another '
                 "eval.split, eval.source or eval.seed"
             )
+
+
+def _impossible_training(trainer: TrainerSection, optimizer: OptimizerConfig) -> Iterator[str]:
+    if problem := trainer.layout().problem():
+        yield f"trainer: {problem}: change them"
+    if optimizer.schedule == "constant":
+        for key in sorted({"decay_steps", "min_lr"} & optimizer.model_fields_set):
+            yield f'optimizer.{key} has no effect here: remove it, or set optimizer.schedule = "cosine"'
+    elif optimizer.decay_steps is None:
+        yield (
+            f"optimizer.schedule = {optimizer.schedule!r} needs optimizer.decay_steps: over how many updates "
+            "the learning rate falls"
+        )
 
 
 # key -> what gives it an effect, and whether that is so

@@ -101,6 +101,11 @@ def _backend_spec(config: RunConfig) -> BackendSpec:
         dtype=settings.dtype,
         microbatch_tokens=settings.microbatch_tokens,
         threads=settings.threads,
+        layout=settings.layout(),
+        recompute=settings.recompute,
+        deterministic=settings.deterministic,
+        replay_routes=settings.r3,
+        timeout=settings.timeout,
         reference=config.algorithm.needs_reference,
         value_head=config.algorithm.needs_value,
     )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.trainer_backend.models import SIZES, batch
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.megatron.backend import MegatronBackend
-from titogym.trainer.backends.megatron.packing import microbatches
+from titogym.trainer.backends.packing import microbatches, scatter
 from titogym.trainer.config import OptimizerConfig
 
 pytestmark = pytest.mark.train
@@ -29,7 +29,7 @@ def test_every_marked_entry_is_scored_once_within_the_budget(marked, budget):
     found = [np.zeros_like(part) for part in weights]
     made = list(microbatches(tokens, weights, budget, CPU))
     for micro in made:
-        bounds = micro.packing.cu_seqlens_q.tolist()
+        bounds = micro.bounds.tolist()
         assert bounds[-1] == micro.tokens.numel()
         assert micro.tokens.numel() <= budget or len(micro.members) == 1
         assert torch.equal(micro.gather(as_floats).long(), micro.targets)
@@ -39,7 +39,7 @@ def test_every_marked_entry_is_scored_once_within_the_budget(marked, budget):
         for (_, entries), start in zip(micro.members, bounds, strict=False):
             assert start + entries[-1] <= bounds[-1]
         here = [np.zeros_like(part) for part in found]
-        micro.scatter(torch.ones(len(micro.where)), here)
+        scatter(micro.members, np.ones(len(micro.where), np.float32), here)
         for total, part in zip(found, here, strict=True):
             total += part
     for mask, seen in zip(weights, found, strict=True):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from titogym.trainer.backends.layout import Layout
 from titogym.trainer.batch import TrainBatch
 from titogym.trainer.config import LossConfig, OptimizerConfig
 
@@ -33,6 +34,11 @@ class BackendSpec:
     # CPU threads of one operation. One suits a trainer that shares the cores with an engine: threads that
     # wait for each other lose more to a busy neighbour than they gain. None: torch's choice, all cores.
     threads: int | None = None
+    layout: Layout = field(default_factory=Layout)
+    recompute: bool = False  # compute each layer's activations again in the backward pass, to save memory
+    deterministic: bool = False  # only algorithms that give the same bits for the same input
+    replay_routes: bool = False  # R3: the experts of `TrainBatch.routes` replace the routers' own choice
+    timeout: float = 600.0  # seconds that one rank may wait for another before the trainer gives up
     reference: bool = False  # keep the start model frozen beside the one in training
     value_head: bool = False  # a linear layer on the last hidden state that predicts returns
 

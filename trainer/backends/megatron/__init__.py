@@ -3,3 +3,4 @@
 from titogym.trainer.backends.megatron import compat
 
 compat.install()
+compat.mend()

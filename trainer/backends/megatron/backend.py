@@ -1,9 +1,8 @@
-"""Training with Megatron-core: one rank, dense models."""
+"""Training with Megatron-core."""
 
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -21,31 +19,22 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from numpy.typing import NDArray
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
 
 from titogym.errors import UserError
+from titogym.trainer.backends import hf_directory, versions
 from titogym.trainer.backends.base import BackendSpec
-from titogym.trainer.backends.megatron import checkpoint, compat, hf_weights
-from titogym.trainer.backends.megatron.model import build, read_config
-from titogym.trainer.backends.megatron.packing import Microbatch, microbatches
+from titogym.trainer.backends.megatron import checkpoint, compat, hf_weights, parallel
+from titogym.trainer.backends.megatron.model import build
+from titogym.trainer.backends.megatron.replay import Replay
+from titogym.trainer.backends.packing import Members, Microbatch, microbatches, scatter
+from titogym.trainer.backends.schedule import learning_rate
 from titogym.trainer.batch import TrainBatch
 from titogym.trainer.losses import batch_loss, combine_metrics
-
-# What makes a saved model directory usable by transformers and SGLang beside weights and config.json.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 
 # Log-probs of a microbatch's scored tokens, their entropies and values where there are such, `[m]`.
 Scores = tuple[Tensor, Tensor | None, Tensor | None]
@@ -54,34 +43,34 @@ LossFunction = Callable[[Microbatch, Scores], tuple[Tensor, dict[str, float]]]
 
 
 class MegatronBackend:
-    """See `Backend`. Built empty: `load_hf` or `init_random` comes first."""
+    """See `Backend`. Built empty: `load_hf` or `init_random` comes first.
+
+    With more than one rank every method is a collective operation: all ranks call it with the same
+    arguments, and all get the same result.
+    """
 
     def __init__(self, spec: BackendSpec) -> None:
         self.spec = spec
         self.step = 0
-        self._dtype = getattr(torch, spec.dtype)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
+        torch.use_deterministic_algorithms(spec.deterministic)
 
     def load_hf(self, model_dir: Path) -> None:
-        self._build(read_config(model_dir), model_dir)
-        hf_weights.import_weights(self.model, model_dir)
+        self._build(hf_directory.read_config(model_dir), model_dir)
+        hf_weights.import_weights(self.model, model_dir, self._config)
         if self.spec.reference:
             self._reference = [parameter.detach().clone() for parameter in self.model.parameters()]
         self._make_optimizer()
 
     def init_random(self, config: Mapping[str, Any], seed: int, tokenizer_dir: Path | None = None) -> None:
-        """Build the model that the contents `config` of a config.json describe, with random weights.
-
-        `save_hf` copies the tokenizer's files from `tokenizer_dir`.
-        """
         self._build(config, tokenizer_dir)
-        hf_weights.initialize(self.model, seed, config.get("initializer_range", 0.02))
+        hf_weights.initialize(self.model, self._config, seed)
         self._make_optimizer()
 
     def logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
-        return self._score(batch, lambda scores: scores[0])
+        return self._score(batch, 0)
 
     def reference_logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
         if self._reference is None:
@@ -90,21 +79,93 @@ class MegatronBackend:
             return self.logprobs(batch)
 
     def values(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
-        return self._score(batch, lambda scores: scores[2])
+        if not self.spec.value_head:
+            raise ValueError("the backend was built without BackendSpec.value_head")
+        return self._score(batch, -1)
 
-    @torch.no_grad()
-    def _score(
-        self, batch: TrainBatch, choose: Callable[[Scores], Tensor | None]
-    ) -> list[NDArray[np.float32]]:
-        result: list[NDArray[np.float32]] = [
-            np.zeros(len(tokens), dtype=np.float32) for tokens in batch.tokens
-        ]
-        for micro in self._microbatches(batch.tokens, batch.loss_mask):
-            chosen = choose(self._forward(micro, batch.temperature))
-            if chosen is None:
-                raise ValueError("the backend was built without BackendSpec.value_head")
-            micro.scatter(chosen, result)
-        return result
+    def train_step(self, batch: TrainBatch) -> dict[str, float]:
+        total = float(sum(mask.sum(dtype=np.float64) for mask in batch.loss_mask))
+
+        def loss(micro: Microbatch, scores: Scores) -> tuple[Tensor, dict[str, float]]:
+            return batch_loss(batch, micro.gather, micro.sequences(), scores, self.spec.loss, total)
+
+        lr = learning_rate(self.step, self.spec.optimizer)
+        parts, metrics = self._optimize(self._microbatches(batch), batch.temperature, loss, lr)
+        return combine_metrics(parts) | metrics
+
+    def supervised_step(
+        self, tokens: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.float32]], lr: float
+    ) -> dict[str, float]:
+        total = float(sum(mask.sum(dtype=np.float64) for mask in loss_mask))
+
+        def loss(micro: Microbatch, scores: Scores) -> tuple[Tensor, dict[str, float]]:
+            share = -(scores[0] * micro.gather(loss_mask)).sum() / total
+            return share, {"loss": float(share.detach())}
+
+        micros = microbatches(
+            tokens, loss_mask, self.spec.microbatch_tokens, self._device, parallel.my_share()
+        )
+        parts, metrics = self._optimize(micros, 1.0, loss, lr)
+        return metrics | {"loss/nll": sum(part["loss"] for part in parts)}
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        return hf_weights.export_weights(self.model, self._config)
+
+    def save(self, path: Path) -> None:
+        def write(version: Path) -> None:
+            checkpoint.write(version, self.model, self._optimizer)
+
+        versions.save(path, self.step, self._config, write)
+
+    def load(self, path: Path) -> None:
+        version, step = versions.latest(path, self._config)
+        checkpoint.read(version, self.model, self._optimizer)
+        self.step = step
+
+    def save_hf(self, model_dir: Path) -> None:
+        if dist.get_rank() == 0:
+            config = {**self._config, "dtype": self.spec.dtype}
+            hf_directory.write_companions(model_dir, config, self._source)
+        hf_weights.write_weights(self.model, self._config, model_dir)
+
+    def _build(self, config: Mapping[str, Any], source: Path | None) -> None:
+        parallel.join_world(self.spec)
+        parallel.arrange(self.spec.layout)
+        with compat.on_this_device():
+            self.model = build(config, self.spec).to(self._device)
+        self._replay = Replay(self.model)
+        self._config = hf_directory.without_dtype(config)
+        self._reference: list[Tensor] | None = None
+        self._source = source
+        self.step = 0
+        if self.spec.replay_routes and not config.get("num_experts"):
+            raise UserError("trainer.r3 replays the experts of a mixture-of-experts model: set it to false")
+
+    def _make_optimizer(self) -> None:
+        """Gradient buffers and AdamW over the model's present weights."""
+        decoder, settings = self.model.config, self.spec.optimizer
+        module = Float16Module(decoder, self.model) if decoder.bf16 else self.model
+        self._module = DistributedDataParallel(
+            decoder,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+            module,
+        )
+        with compat.on_this_device():
+            self._optimizer = get_megatron_optimizer(
+                MegatronOptimizerConfig(
+                    optimizer="adam",
+                    lr=settings.lr,
+                    weight_decay=settings.weight_decay,
+                    adam_beta1=settings.beta1,
+                    adam_beta2=settings.beta2,
+                    adam_eps=settings.eps,
+                    clip_grad=settings.clip_grad,
+                    params_dtype=decoder.params_dtype,
+                    bf16=decoder.bf16,
+                    use_distributed_optimizer=True,
+                ),
+                [self._module],
+            )
 
     @contextmanager
     @torch.no_grad()
@@ -120,114 +181,53 @@ class MegatronBackend:
             for parameter, own in zip(parameters, held, strict=True):
                 parameter.copy_(own)
 
-    def train_step(self, batch: TrainBatch) -> dict[str, float]:
-        total = float(sum(mask.sum(dtype=np.float64) for mask in batch.loss_mask))
-
-        def loss(micro: Microbatch, scores: Scores) -> tuple[Tensor, dict[str, float]]:
-            return batch_loss(batch, micro.gather, micro.sequences(), scores, self.spec.loss, total)
-
-        settings = self.spec.optimizer
-        lr = settings.lr * min(1.0, (self.step + 1) / max(settings.warmup_steps, 1))
-        parts, metrics = self._optimize(batch.tokens, batch.loss_mask, batch.temperature, loss, lr)
-        return combine_metrics(parts) | metrics
-
-    def supervised_step(
-        self, tokens: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.float32]], lr: float
-    ) -> dict[str, float]:
-        """One optimizer step on the mean negative log-likelihood of the masked tokens (weights, `[n_i]`)."""
-        total = float(sum(mask.sum(dtype=np.float64) for mask in loss_mask))
-
-        def loss(micro: Microbatch, scores: Scores) -> tuple[Tensor, dict[str, float]]:
-            share = -(scores[0] * micro.gather(loss_mask)).sum() / total
-            return share, {"loss": float(share.detach())}
-
-        parts, metrics = self._optimize(tokens, loss_mask, 1.0, loss, lr)
-        return metrics | {"loss/nll": sum(part["loss"] for part in parts)}
-
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        return hf_weights.export_weights(self.model)
-
-    def save(self, path: Path) -> None:
-        checkpoint.save(path, self.model, self._optimizer, self.step, self._config)
-
-    def load(self, path: Path) -> None:
-        self.step = checkpoint.load(path, self.model, self._optimizer, self._config)
-
-    def save_hf(self, model_dir: Path) -> None:
-        model_dir.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_json(model_dir / "config.json", {**self._config, "dtype": self.spec.dtype})
-        hf_weights.write_weights(self.model, model_dir)
-        if self._source is not None and self._source.resolve() != model_dir.resolve():
-            for name in TOKENIZER_FILES:
-                if (self._source / name).exists():
-                    shutil.copyfile(self._source / name, model_dir / name)
-
-    def _build(self, config: Mapping[str, Any], source: Path | None) -> None:
-        _start_single_rank()
-        self.model = build(config, self._dtype)
-        if self.spec.value_head:
-            self.model.add_value_head()
-        self.model.to(self._device)
-        self._reference: list[Tensor] | None = None
-        self._config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
-        self._source = source
-        self.step = 0
-
-    def _make_optimizer(self) -> None:
-        """Gradient buffers and AdamW over the model's present weights."""
-        decoder, settings = self.model.config, self.spec.optimizer
-        module = Float16Module(decoder, self.model) if decoder.bf16 else self.model
-        self._module = DistributedDataParallel(
-            decoder, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module
+    def _microbatches(self, batch: TrainBatch) -> list[Microbatch]:
+        routes = None
+        if self.spec.replay_routes:
+            if batch.routes is None:
+                raise ValueError("the batch has no expert routes to replay")
+            routes = batch.routes
+        return microbatches(
+            batch.tokens,
+            batch.loss_mask,
+            self.spec.microbatch_tokens,
+            self._device,
+            parallel.my_share(),
+            routes,
         )
-        with compat.on_this_device():
-            self._optimizer = get_megatron_optimizer(
-                MegatronOptimizerConfig(
-                    optimizer="adam",
-                    lr=settings.lr,
-                    weight_decay=settings.weight_decay,
-                    adam_beta1=settings.beta1,
-                    adam_beta2=settings.beta2,
-                    adam_eps=settings.eps,
-                    clip_grad=settings.clip_grad,
-                    params_dtype=self._dtype,
-                    bf16=decoder.bf16,
-                ),
-                [self._module],
-            )
 
-    def _microbatches(
-        self, tokens: Sequence[NDArray[np.int32]], loss_mask: Sequence[NDArray[np.float32]]
-    ) -> Iterator[Microbatch]:
-        return microbatches(tokens, loss_mask, self.spec.microbatch_tokens, self._device)
+    def _score(self, batch: TrainBatch, column: int) -> list[NDArray[np.float32]]:
+        result: list[NDArray[np.float32]] = [np.zeros(len(row), dtype=np.float32) for row in batch.tokens]
 
-    def _forward(self, micro: Microbatch, temperature: float) -> Scores:
-        entropy = torch.is_grad_enabled() and self.spec.loss.needs_entropy
-        scores: Scores = self._module(
-            micro.tokens, micro.packing, micro.where, micro.targets, temperature, entropy
-        )
-        return scores
+        def keep(micro: Microbatch, scores: Tensor) -> tuple[Members, NDArray[np.float32]]:
+            return micro.members, parallel.whole(scores, micro)[:, column].float().cpu().numpy()
+
+        scored = self._passes(self._microbatches(batch), batch.temperature, keep, forward_only=True)
+        self._replay.take_counts()
+        for members, values in parallel.collect(scored):
+            scatter(members, values, result)
+        return result
 
     def _optimize(
-        self,
-        tokens: Sequence[NDArray[np.int32]],
-        loss_mask: Sequence[NDArray[np.float32]],
-        temperature: float,
-        loss_function: LossFunction,
-        lr: float,
+        self, micros: Sequence[Microbatch], temperature: float, loss_function: LossFunction, lr: float
     ) -> tuple[list[dict[str, float]], dict[str, float]]:
         """Accumulate gradients over the microbatches and take one step. Returns both kinds of metrics."""
         start = time.perf_counter()
+        if not micros:
+            raise ValueError("no token of the batch carries loss")
         self._module.zero_grad_buffer()
         self._optimizer.zero_grad()
-        parts, processed = [], 0
-        for micro in self._microbatches(tokens, loss_mask):
-            loss, part = loss_function(micro, self._forward(micro, temperature))
-            torch.autograd.backward(loss)
-            parts.append(part)
-            processed += micro.tokens.numel()
-        if not parts:
-            raise ValueError("no token of the batch carries loss")
+
+        def loss(micro: Microbatch, scores: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
+            scores = parallel.whole(scores, micro)
+            part: dict[str, float] = {}
+            share = scores.sum()  # of a microbatch that scores nothing
+            if micro.scored:
+                share, part = loss_function(micro, self._columns(scores))
+            return share, torch.ones((), dtype=torch.int), part
+
+        parts = self._passes(micros, temperature, loss, forward_only=False)
+        parts = [part for part in parallel.collect(parts) if part]
         finalize_model_grads([self._module], None)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -241,19 +241,64 @@ class MegatronBackend:
                 "the last checkpoint with a lower optimizer.lr"
             )
         self.step += 1
-        return parts, {
+        metrics = {
             "optimizer/grad_norm": float(grad_norm),
             "optimizer/lr": lr,
-            "trainer/tokens": float(processed),
+            "trainer/tokens": float(parallel.tokens_of_all(micros)),
             "trainer/microbatches": float(len(parts)),
             "trainer/step_seconds": time.perf_counter() - start,
         }
+        if self.spec.replay_routes:
+            recorded, own, taken = parallel.added_up(self._replay.take_counts()).tolist()
+            metrics |= {"r3/own_agreement": own / recorded, "r3/agreement": taken / recorded}
+        return parts, metrics
 
+    def _passes(
+        self,
+        micros: Sequence[Microbatch],
+        temperature: float,
+        on_scores: Callable[[Microbatch, Tensor], Any],
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        """All microbatches through the pipeline, backward too unless `forward_only`.
 
-def _start_single_rank() -> None:
-    """A process group of one, with every parallel size 1. Once per process."""
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    if not parallel_state.is_initialized():
-        parallel_state.initialize_model_parallel()
+        `on_scores` is called on the last stage; returns what it returned, the last element of tuples.
+        """
+        if not micros:
+            return []
+        with_entropy = not forward_only and self.spec.loss.needs_entropy
+
+        def forward(data: Iterator[Microbatch], module: Any) -> tuple[Tensor, Callable[..., Any]]:
+            micro = next(data)
+            packing = PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=micro.bounds,
+                cu_seqlens_kv=micro.bounds,
+                max_seqlen_q=micro.longest,
+                max_seqlen_kv=micro.longest,
+            )
+            with self._replay.forward(micro):
+                output = module(micro.tokens, packing, micro.where, micro.targets, temperature, with_entropy)
+
+            def after(scores: Tensor, non_loss_data: bool = False) -> Any:
+                return on_scores(micro, scores)
+
+            return output, after
+
+        with torch.set_grad_enabled(not forward_only):
+            results: list[Any] = get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=iter(micros),
+                model=[self._module],
+                num_microbatches=len(micros),
+                seq_length=1,  # every stage tells the next how long each microbatch is
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
+        return results
+
+    def _columns(self, scores: Tensor) -> Scores:
+        entropy = scores[:, 1] if self.spec.loss.needs_entropy else None
+        return scores[:, 0], entropy, scores[:, -1] if self.spec.value_head else None

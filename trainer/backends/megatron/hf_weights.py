@@ -1,111 +1,274 @@
-"""Weights by their Hugging Face names: reading, writing, and the mapping to Megatron's fused tensors.
+"""Weights by their Hugging Face names: reading, writing, and the mapping to Megatron's fused, sharded tensors.
 
-The mapping only cuts and joins rows, so a round trip is exact to the bit.
+The mapping only cuts and joins rows and columns, so a round trip is exact to the bit in every layout.
 """
 
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from titogym.errors import UserError
-from titogym.trainer.backends.megatron.model import PolicyModel
+from titogym.trainer.backends.megatron.model import ARCHITECTURES, PolicyModel, moe_layers
 
 _INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """How Hugging Face tensors become the shards of one Megatron parameter, and back."""
+
+    shard: Callable[[Sequence[Tensor], int, int], Tensor]  # tensors, rank, ranks
+    merge: Callable[[Sequence[Tensor]], Sequence[Tensor]]  # shards in the order of ranks
+
+
+@dataclass(frozen=True, slots=True)
 class Slot:
-    """One Megatron parameter, the Hugging Face tensors that it holds, and how to go to and fro."""
+    """One Megatron parameter and the Hugging Face tensors that it holds.
+
+    `layer` is the decoder layer (over the whole model), or where outside of them: "first" or "last" stage.
+    `parameter` is the name in the model, for layers the part after `decoder.layers.N.`.
+    """
 
     parameter: str
     names: tuple[str, ...]
-    join: Callable[[Sequence[Tensor]], Tensor] = lambda parts: parts[0]
-    cut: Callable[[Tensor], Sequence[Tensor]] = lambda whole: (whole,)
+    shapes: tuple[tuple[int, ...], ...]  # of the tensors of these names
+    cut: Cut
+    layer: int | str
+    expert: int | None = None
 
 
-def slots(config: TransformerConfig, tied: bool) -> Iterator[Slot]:
-    """Every parameter of the model, in the order of the layers."""
-    groups = config.num_query_groups
-    queries = config.num_attention_heads // groups
+def _replicated() -> Cut:
+    return Cut(lambda parts, rank, ranks: parts[0], lambda shards: [shards[0]])
 
-    def join_qkv(parts: Sequence[Tensor]) -> Tensor:
-        """Rows of each query group together: its queries, its key, its value."""
+
+def _rows() -> Cut:
+    return Cut(
+        lambda parts, rank, ranks: parts[0].chunk(ranks)[rank], lambda shards: [torch.cat(list(shards))]
+    )
+
+
+def _columns() -> Cut:
+    return Cut(
+        lambda parts, rank, ranks: parts[0].chunk(ranks, dim=1)[rank],
+        lambda shards: [torch.cat(list(shards), dim=1)],
+    )
+
+
+def _halves() -> Cut:
+    """Gate and up projection one after the other, each cut by rows."""
+    return Cut(
+        lambda parts, rank, ranks: torch.cat([part.chunk(ranks)[rank] for part in parts]),
+        lambda shards: [torch.cat(half) for half in zip(*(shard.chunk(2) for shard in shards), strict=True)],
+    )
+
+
+def _query_groups(groups: int, queries: int) -> Cut:
+    """Rows of each query group together: its queries, its key, its value; cut between groups."""
+
+    def shard(parts: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
         per_group = [part.view(groups, -1, part.shape[-1]) for part in parts]
-        return torch.cat(per_group, dim=1).flatten(0, 1)
+        return torch.cat(per_group, dim=1).chunk(ranks)[rank].flatten(0, 1)
 
-    def cut_qkv(whole: Tensor) -> Sequence[Tensor]:
-        per_group = whole.view(groups, queries + 2, -1, whole.shape[-1])
+    def merge(shards: Sequence[Tensor]) -> Sequence[Tensor]:
+        per_group = torch.cat(list(shards)).view(groups, queries + 2, -1, shards[0].shape[-1])
         heads = torch.tensor_split(per_group, (queries, queries + 1), dim=1)
         return [part.flatten(0, 2) for part in heads]
 
-    def join_halves(parts: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(parts))
+    return Cut(shard, merge)
 
-    def cut_halves(whole: Tensor) -> Sequence[Tensor]:
-        return whole.chunk(2)
 
-    yield Slot("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
-    for i in range(config.num_layers):
-        here, there = f"decoder.layers.{i}.", f"model.layers.{i}."
+def slots(config: Mapping[str, Any]) -> Iterator[Slot]:
+    """Every parameter of the model that `config` (of a config.json) describes, in the order of the layers."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    groups, dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
+    vocabulary = (config["vocab_size"], hidden)
+    norm, tied = (hidden,), config.get("tie_word_embeddings", False)
+
+    yield Slot(
+        "embedding.word_embeddings.weight", ("model.embed_tokens.weight",), (vocabulary,), _rows(), "first"
+    )
+    for i, moe in enumerate(moe_layers(config)):
+        there = f"model.layers.{i}."
+        slot = partial(Slot, layer=i)
         qkv = tuple(f"{there}self_attn.{kind}_proj.weight" for kind in "qkv")
-        yield Slot(f"{here}input_layernorm.weight", (f"{there}input_layernorm.weight",))
-        yield Slot(f"{here}self_attention.linear_qkv.weight", qkv, join_qkv, cut_qkv)
-        if config.qk_layernorm:
+        shapes = ((heads * dim, hidden), (groups * dim, hidden), (groups * dim, hidden))
+        yield slot("input_layernorm.weight", (f"{there}input_layernorm.weight",), (norm,), _replicated())
+        yield slot("self_attention.linear_qkv.weight", qkv, shapes, _query_groups(groups, heads // groups))
+        if ARCHITECTURES[config["architectures"][0]]:
             for kind in "qk":
-                norm = f"{there}self_attn.{kind}_norm.weight"
-                yield Slot(f"{here}self_attention.{kind}_layernorm.weight", (norm,))
-        yield Slot(f"{here}self_attention.linear_proj.weight", (f"{there}self_attn.o_proj.weight",))
-        yield Slot(f"{here}pre_mlp_layernorm.weight", (f"{there}post_attention_layernorm.weight",))
-        gate_up = (f"{there}mlp.gate_proj.weight", f"{there}mlp.up_proj.weight")
-        yield Slot(f"{here}mlp.linear_fc1.weight", gate_up, join_halves, cut_halves)
-        yield Slot(f"{here}mlp.linear_fc2.weight", (f"{there}mlp.down_proj.weight",))
-    yield Slot("decoder.final_layernorm.weight", ("model.norm.weight",))
+                name = f"{there}self_attn.{kind}_norm.weight"
+                yield slot(f"self_attention.{kind}_layernorm.weight", (name,), ((dim,),), _replicated())
+        out = f"{there}self_attn.o_proj.weight"
+        yield slot("self_attention.linear_proj.weight", (out,), ((hidden, heads * dim),), _columns())
+        after = f"{there}post_attention_layernorm.weight"
+        yield slot("pre_mlp_layernorm.weight", (after,), (norm,), _replicated())
+        if not moe:
+            yield from _mlp(slot, "mlp.", f"{there}mlp.", hidden, config["intermediate_size"])
+            continue
+        experts = config["num_experts"]
+        yield slot("mlp.router.weight", (f"{there}mlp.gate.weight",), ((experts, hidden),), _replicated())
+        for expert in range(experts):
+            prefix = "mlp.experts.local_experts.{expert}."
+            yield from _mlp(
+                partial(slot, expert=expert),
+                prefix,
+                f"{there}mlp.experts.{expert}.",
+                hidden,
+                config["moe_intermediate_size"],
+            )
+    yield Slot("decoder.final_layernorm.weight", ("model.norm.weight",), (norm,), _replicated(), "last")
     if not tied:
-        yield Slot("output_layer.weight", ("lm_head.weight",))
+        yield Slot("output_layer.weight", ("lm_head.weight",), (vocabulary,), _rows(), "last")
 
 
-def export_weights(model: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor by its Hugging Face name, contiguous, detached, in the model's dtype."""
-    parameters = dict(model.named_parameters())
-    for slot in slots(model.config, model.share_embeddings_and_output_weights):
-        whole = parameters[slot.parameter].detach()
-        for name, tensor in zip(slot.names, slot.cut(whole), strict=True):
-            yield name, tensor.contiguous()
+def _mlp(slot: Callable[..., Slot], here: str, there: str, hidden: int, intermediate: int) -> Iterator[Slot]:
+    gate_up = (f"{there}gate_proj.weight", f"{there}up_proj.weight")
+    yield slot(f"{here}linear_fc1.weight", gate_up, ((intermediate, hidden),) * 2, _halves())
+    down = f"{there}down_proj.weight"
+    yield slot(f"{here}linear_fc2.weight", (down,), ((hidden, intermediate),), _columns())
+
+
+class Placement:
+    """Where the parameters of a model that is spread over ranks lie, seen from this rank."""
+
+    def __init__(self, model: PolicyModel, config: Mapping[str, Any]) -> None:
+        self._parameters = dict(model.named_parameters())
+        self._tied = model.share_embeddings_and_output_weights
+        self._offset = get_transformer_layer_offset(model.config)
+        self._stages = parallel_state.get_pipeline_model_parallel_world_size()
+        self._layers_per_stage = config["num_hidden_layers"] // self._stages
+        self._experts_per_rank = (
+            config.get("num_experts") or 1
+        ) // parallel_state.get_expert_model_parallel_world_size()
+
+    def stage(self, slot: Slot) -> int:
+        if isinstance(slot.layer, int):
+            return slot.layer // self._layers_per_stage
+        return 0 if slot.layer == "first" else self._stages - 1
+
+    def expert_rank(self, slot: Slot) -> int | None:
+        return None if slot.expert is None else slot.expert // self._experts_per_rank
+
+    def shard_group(self, slot: Slot) -> dist.ProcessGroup:
+        """The ranks that share the parameter."""
+        if slot.expert is None:
+            return parallel_state.get_tensor_model_parallel_group()
+        return parallel_state.get_expert_tensor_parallel_group()
+
+    def in_my_stage(self, slot: Slot) -> bool:
+        return self.stage(slot) == parallel_state.get_pipeline_model_parallel_rank()
+
+    def mine(self, slot: Slot) -> Tensor | None:
+        """The parameter in which this rank holds a shard of `slot`, if it holds one."""
+        owner = self.expert_rank(slot)
+        if owner is not None and owner != parallel_state.get_expert_model_parallel_rank():
+            return None
+        if self.in_my_stage(slot):
+            return self._parameters[self._local_name(slot)]
+        if slot.layer == "first" and self._tied:
+            return self._parameters.get("output_layer.weight")  # the last stage keeps a copy
+        return None
+
+    def _local_name(self, slot: Slot) -> str:
+        name = slot.parameter
+        if slot.expert is not None:
+            name = name.format(expert=slot.expert % self._experts_per_rank)
+        if isinstance(slot.layer, int):
+            name = f"decoder.layers.{slot.layer - self._offset}.{name}"
+        return name
+
+
+def _targets(model: PolicyModel, config: Mapping[str, Any]) -> Iterator[tuple[Slot, Tensor | None, int, int]]:
+    """Each slot, this rank's parameter of it, and this rank's place among those that share it."""
+    placement = Placement(model, config)
+    for slot in slots(config):
+        group = placement.shard_group(slot)
+        yield slot, placement.mine(slot), dist.get_rank(group), dist.get_world_size(group)
+
+
+def export_weights(model: PolicyModel, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor by its Hugging Face name, whole, contiguous, detached, in the model's dtype.
+
+    A collective operation: every rank must go through all of it, and every rank gets every tensor.
+    """
+    placement = Placement(model, config)
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    experts = parallel_state.get_expert_model_parallel_group()
+    dtype, device = model.config.params_dtype, next(model.parameters()).device
+    for slot in slots(config):
+        parts: Sequence[Tensor] = []
+        owner = placement.expert_rank(slot)
+        if placement.in_my_stage(slot):
+            if (parameter := placement.mine(slot)) is not None:
+                parts = slot.cut.merge(_gather(parameter.detach(), placement.shard_group(slot)))
+            if owner is not None:
+                parts = _spread(parts, slot.shapes, dtype, device, owner, experts)
+        parts = _spread(parts, slot.shapes, dtype, device, placement.stage(slot), pipeline)
+        yield from zip(slot.names, (part.contiguous() for part in parts), strict=True)
+
+
+def _gather(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    ranks = dist.get_world_size(group)
+    if ranks == 1:
+        return [shard]
+    shards = [torch.empty_like(shard) for _ in range(ranks)]
+    dist.all_gather(shards, shard.contiguous(), group=group)
+    return shards
+
+
+def _spread(
+    parts: Sequence[Tensor],
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+    device: torch.device,
+    owner: int,
+    group: dist.ProcessGroup,
+) -> Sequence[Tensor]:
+    """`parts` of rank `owner` of `group`, on all its ranks."""
+    if dist.get_world_size(group) == 1:
+        return parts
+    sent = [part.contiguous() for part in parts] or [
+        torch.empty(shape, dtype=dtype, device=device) for shape in shapes
+    ]
+    for part in sent:
+        dist.broadcast(part, src=dist.get_global_rank(group, owner), group=group)
+    return sent
 
 
 @torch.no_grad()
-def import_weights(model: PolicyModel, model_dir: Path) -> None:
-    """Copy the safetensors of `model_dir` into `model`.
+def import_weights(model: PolicyModel, model_dir: Path, config: Mapping[str, Any]) -> None:
+    """Copy this rank's part of the safetensors of `model_dir` into `model`.
 
     Raises `UserError` when a tensor is missing, left over or of another shape than the config says.
     """
     files = _tensor_files(model_dir)
     left = set(files)
-    parameters = dict(model.named_parameters())
-    for slot in slots(model.config, model.share_embeddings_and_output_weights):
+    for slot, parameter, rank, ranks in _targets(model, config):
         missing = [name for name in slot.names if name not in files]
         if missing:
             raise UserError(f"{model_dir} has no tensor {missing[0]}: its weights and config.json disagree")
-        parameter = parameters[slot.parameter]
-        shapes = [part.shape for part in slot.cut(parameter)]
-        parts = [_read(files[name], name) for name in slot.names]
-        for name, part, shape in zip(slot.names, parts, shapes, strict=True):
-            if part.shape != shape:
-                raise UserError(
-                    f"{name} in {model_dir} has shape {list(part.shape)}, but its config.json asks for "
-                    f"{list(shape)}"
-                )
-        parameter.copy_(slot.join(parts))
         left.difference_update(slot.names)
+        for name, shape in zip(slot.names, slot.shapes, strict=True):
+            if (found := _shape(files[name], name)) != shape:
+                raise UserError(
+                    f"{name} in {model_dir} has shape {list(found)}, but its config.json asks for {list(shape)}"
+                )
+        if parameter is not None:
+            parts = [_read(files[name], name) for name in slot.names]
+            parameter.copy_(slot.cut.shard(parts, rank, ranks))
     left = {name for name in left if not name.endswith("rotary_emb.inv_freq")}  # computed, not learned
     if model.share_embeddings_and_output_weights:
         left.discard("lm_head.weight")
@@ -114,29 +277,32 @@ def import_weights(model: PolicyModel, model_dir: Path) -> None:
 
 
 @torch.no_grad()
-def initialize(model: PolicyModel, seed: int, std: float) -> None:
+def initialize(model: PolicyModel, config: Mapping[str, Any], seed: int) -> None:
     """Random weights: norms 1, matrices normal(0, std), and std / sqrt(2 * layers) where a layer adds its
-    output to the residual stream (Radford et al. 2019, section 2.3). The same for every way of sharding.
+    output to the residual stream (Radford et al. 2019, section 2.3). The same in every layout.
     """
     generator = torch.Generator().manual_seed(seed)
-    parameters = dict(model.named_parameters())
-    residual = std / math.sqrt(2 * model.config.num_layers)
-    for slot in slots(model.config, model.share_embeddings_and_output_weights):
-        parameter = parameters[slot.parameter]
-        if parameter.dim() == 1:
-            parameter.fill_(1.0)
-            continue
-        scale = residual if slot.names[0].endswith(("o_proj.weight", "down_proj.weight")) else std
-        shapes = [part.shape for part in slot.cut(parameter)]
-        parameter.copy_(slot.join([torch.randn(shape, generator=generator) * scale for shape in shapes]))
+    std = config.get("initializer_range", 0.02)
+    residual = std / math.sqrt(2 * config["num_hidden_layers"])
+    for slot, parameter, rank, ranks in _targets(model, config):
+        if len(slot.shapes[0]) == 1:
+            parts = [torch.ones(shape) for shape in slot.shapes]
+        else:
+            scale = residual if slot.names[0].endswith(("o_proj.weight", "down_proj.weight")) else std
+            parts = [torch.randn(shape, generator=generator) * scale for shape in slot.shapes]
+        if parameter is not None:
+            parameter.copy_(slot.cut.shard(parts, rank, ranks))
 
 
-def write_weights(model: PolicyModel, model_dir: Path) -> None:
-    """Write `model.safetensors`, replacing an older one in one move."""
-    tensors = {name: tensor.cpu() for name, tensor in export_weights(model)}
-    partial = model_dir / "model.safetensors.partial"
-    save_file(tensors, partial, metadata={"format": "pt"})
-    os.replace(partial, model_dir / "model.safetensors")
+def write_weights(model: PolicyModel, config: Mapping[str, Any], model_dir: Path) -> None:
+    """Write `model.safetensors` from rank 0, replacing an older one in one move. Collective."""
+    first = dist.get_rank() == 0
+    tensors = {name: tensor.cpu() for name, tensor in export_weights(model, config) if first}
+    if not first:
+        return
+    partial_file = model_dir / "model.safetensors.partial"
+    save_file(tensors, partial_file, metadata={"format": "pt"})
+    os.replace(partial_file, model_dir / "model.safetensors")
     (model_dir / _INDEX).unlink(missing_ok=True)
 
 
@@ -151,6 +317,11 @@ def _tensor_files(model_dir: Path) -> dict[str, Path]:
         raise UserError(f"{model_dir} has no model.safetensors: save the model in the safetensors format")
     with safe_open(path, framework="pt") as handle:
         return dict.fromkeys(handle.keys(), path)
+
+
+def _shape(path: Path, name: str) -> tuple[int, ...]:
+    with safe_open(path, framework="pt") as handle:
+        return tuple(handle.get_slice(name).get_shape())
 
 
 def _read(path: Path, name: str) -> Tensor:
