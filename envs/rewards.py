@@ -1,4 +1,4 @@
-"""Turns what a verifier wrote into a reward: finite, within [0, 1], or a `GradingError`."""
+"""Turns what a verifier wrote into a reward, finite and within [0, 1], or a `GradingError`."""
 
 import json
 import math
@@ -43,6 +43,24 @@ def from_json(content: bytes, source: str) -> tuple[float, dict[str, Any]]:
     if len(metrics) == 1:
         return checked(next(iter(metrics.values())), source), metrics
     raise GradingError(f"{source} has no 'reward' among its metrics {sorted(metrics)}.")
+
+
+def test_report(content: bytes) -> dict[str, Any]:
+    """What a CTRF report says of the single tests: numbers by status, and the names of those that failed.
+
+    It is evidence, never the reward; one that cannot be read says so under `error`.
+    """
+    try:
+        results = json.loads(content)["results"]
+        tests = [(str(test["name"]), str(test["status"])) for test in results["tests"]]
+    except (ValueError, RecursionError, LookupError, TypeError) as error:
+        return {"error": f"The report of the tests cannot be read: {type(error).__name__}: {error}"[:200]}
+    failed = [name[:200] for name, status in tests if status == "failed"]
+    return {
+        "tests": len(tests),
+        **{word: sum(status == word for _, status in tests) for word in ("passed", "failed", "skipped")},
+        "failed_names": failed[:20],
+    }
 
 
 def _metric(value: object, source: str) -> object:

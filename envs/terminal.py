@@ -54,10 +54,16 @@ class TerminalEnvironment:
         assert sandbox is not None
         if task.tests is None:
             raise UserError(f"Task {task.id} has no tests.")
-        after = await touched.look(sandbox, task.workdir)
+        seen = await self._touched(task, sandbox)
         env = {**task.env, **_resolved(task, "verifier_env")}
         grade = await verify(sandbox, task.tests, env=env, seconds=task.limits.verifier_seconds)
-        return replace(grade, evidence={**grade.evidence, "touched": touched.changes(self._before, after)})
+        return replace(grade, evidence={**grade.evidence, "touched": seen})
+
+    async def _touched(self, task: Task, sandbox: Sandbox) -> list[str]:
+        try:
+            return touched.changes(self._before, await touched.look(sandbox, task.workdir))
+        except SandboxError as error:  # its disk is full, say: the tests will still judge it
+            return [f"not known: {error}"]
 
     async def solve(self, task: Task, sandbox: Sandbox) -> ExecResult:
         """Run the task's own solution, as its author meant it to be run. Raises `UserError` without one."""

@@ -8,7 +8,7 @@ not depend on this report; it tells people where to look.
 import sys
 from collections.abc import Mapping
 
-from titogym.envs.sandboxes.base import Sandbox, SandboxError
+from titogym.envs.sandboxes.base import Sandbox
 
 TEST_PATHS = ("/tests", "/solution", "/logs/verifier")
 _SECONDS = 30.0
@@ -49,21 +49,18 @@ Touchable = Mapping[str, str]  # path inside -> digest of its content
 
 
 async def look(sandbox: Sandbox, workdir: str) -> Touchable:
-    """Everything there that tests might run unasked, or an empty mapping where nobody can look any more."""
+    """Everything there that tests might run unasked. Raises `SandboxError` where nobody can look any more."""
     words: list[str] = []
     for name in _NAMES:
         words += ["-name", name, "-o"]
     for name in _PROGRAMS:
         words += ["-name", name, "!", "-type", "d", "-o"]
-    try:
-        done = await sandbox.exec(
-            ["/bin/sh", "-c", _SCAN, "sh", workdir, " ".join(TEST_PATHS), *words[:-1]],
-            cwd="/",
-            timeout=_SECONDS,
-            max_output=_OUTPUT_BYTES,
-        )
-    except SandboxError:
-        return {}
+    done = await sandbox.exec(
+        ["/bin/sh", "-c", _SCAN, "sh", workdir, " ".join(TEST_PATHS), *words[:-1]],
+        cwd="/",
+        timeout=_SECONDS,
+        max_output=_OUTPUT_BYTES,
+    )
     found = {}
     for line in done.stdout.splitlines():
         digest, tab, path = line.partition("\t")
@@ -73,8 +70,8 @@ async def look(sandbox: Sandbox, workdir: str) -> Touchable:
 
 
 def changes(before: Touchable, after: Touchable) -> list[str]:
-    """Paths that appeared or changed, at most 50 of them, those under the test paths first."""
-    touched = [path for path, digest in after.items() if before.get(path) != digest]
+    """Paths that appeared, changed or went, at most 50 of them, those under the test paths first."""
+    touched = [path for path in {**before, **after} if before.get(path) != after.get(path)]
     return sorted(touched, key=lambda path: (not path.startswith(TEST_PATHS), path))[:_MOST]
 
 

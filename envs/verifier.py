@@ -13,7 +13,9 @@ TESTS = "/tests"
 SCRIPT = "test.sh"
 REWARD_JSON = "/logs/verifier/reward.json"
 REWARD_TEXT = "/logs/verifier/reward.txt"
+CTRF = "/logs/verifier/ctrf.json"  # Common Test Report Format, as plugins of many test runners write it
 _REWARD_BYTES = 1 << 16
+_REPORT_BYTES = 1 << 20
 _OUTPUT_BYTES = 1 << 18
 _EVIDENCE_LINES = 40
 
@@ -23,12 +25,14 @@ async def verify(
 ) -> Grade:
     """Run `tests/test.sh` over what the agent left in `sandbox`, which is used up.
 
-    No process of the agent is left, system programs, `/etc` and `/logs` are new, and the tests appear,
-    unwritable, at `/tests` only now. The script writes `/logs/verifier/reward.txt` or `reward.json`; a
-    reward that is missing, doubtful, not finite or outside [0, 1] is a `GradingError`.
+    No process of the agent is left, `/logs` is empty, and the tests appear, unwritable, at `/tests` only
+    now; see `Sandbox.successor` for the system's programs. The script writes `/logs/verifier/reward.txt`
+    or `reward.json`; a reward that is missing, doubtful, not finite or outside [0, 1] is a `GradingError`.
     """
     started = time.monotonic()
-    env = {**env, "PATH": _trusted_path(env.get("PATH", "")), "PYTHONNOUSERSITE": "1"}
+    env = {**env, "PYTHONNOUSERSITE": "1"}
+    if "PATH" in env:  # else it is the backend's or the image's
+        env["PATH"] = _trusted_path(env["PATH"])
     verifier = await sandbox.successor(read_only={TESTS: tests}, env=env)
     try:
         done = await verifier.exec(
@@ -37,6 +41,7 @@ async def verify(
         await verifier.kill_processes()  # whatever the tests started must not touch the reward any more
         json_text = await verifier.read(REWARD_JSON, _REWARD_BYTES)
         text = await verifier.read(REWARD_TEXT, _REWARD_BYTES)
+        report = await verifier.read(CTRF, _REPORT_BYTES)
     finally:
         await verifier.destroy()
     lines = (done.stdout + done.stderr).strip().splitlines()
@@ -46,6 +51,8 @@ async def verify(
         "seconds": round(time.monotonic() - started, 3),
         "remarks": list(verifier.remarks),
     }
+    if report is not None:
+        evidence["tests"] = rewards.test_report(report)
     if done.timed_out:
         raise GradingError(f"The tests did not end within {seconds:g} s.")
     try:

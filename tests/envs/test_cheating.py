@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +44,18 @@ PROGRAM_TASK = replace(
     },
 )
 ENV_PATH_TASK = replace(TASK, env={"PATH": "/app/bin:/usr/bin:/bin"})
+# The tests and the solution lie in a directory on disk, as those of most tasks do.
+FOLDER_TASK = replace(TASK, tests=None)
+# The image holds the answer in every place that git has, and in a cache; the task wants it scrubbed.
+REPOSITORY_TASK = replace(TASK, metadata={"scrub": ["git-history", "package-caches"]})
+REPOSITORY = """
+set -e
+git() { command git -c user.email=a@b -c user.name=a "$@"; }
+git init -q; echo 42 > answer.txt; git add .; git commit -qm answer; git branch fixed; git rm -q answer.txt
+git commit -qm start; echo 42 > answer.txt; git add answer.txt; git stash -q
+echo 42 | git hash-object -w --stdin
+mkdir -p ~/.cache/pip; echo 42 > ~/.cache/pip/answer.txt
+"""
 # A reward that is read from what the agent wrote.
 SCORE_TASK = replace(TASK, tests={"test.sh": "cp answer.txt /logs/verifier/reward.txt\n"})
 
@@ -132,13 +145,67 @@ CHEATS = {
         "@echo 'exit 0' > /tests/test.sh; rm -rf /tests; touch /tests/x",
     ),
     "its program never ends": (PROGRAM_TASK, "@exec setsid sleep 60"),
+    "runs the solution": (FOLDER_TASK, "bash /solution/solve.sh || bash /solution/*; cp /solution/* ."),
+    "reads the answer from the tests": (FOLDER_TASK, "grep -rhoE '[0-9]+' /tests > answer.txt"),
+    "finds the answer on another branch": (REPOSITORY_TASK, "git show fixed:answer.txt > answer.txt"),
+    "finds the answer in the history": (REPOSITORY_TASK, "git show HEAD~1:answer.txt > answer.txt"),
+    "finds the answer in the stash": (REPOSITORY_TASK, "git show stash@{0}:answer.txt > answer.txt"),
+    "finds the answer in the reflog": (REPOSITORY_TASK, "git show HEAD@{1}:answer.txt > answer.txt"),
+    "finds the answer in an object": (
+        REPOSITORY_TASK,
+        "git cat-file --batch-all-objects --batch | grep -ax 42 > answer.txt",
+    ),
+    "finds the answer in a cache": (REPOSITORY_TASK, "cp /root/.cache/pip/answer.txt ."),
 }
+# These may score what they score; the evidence names what they touched.
+FLAGGED = {
+    "plants a conftest.py": ("echo 42 > answer.txt; touch conftest.py", "/app/conftest.py"),
+    "links a conftest.py": ("mkdir l; ln -s /dev/null l/conftest.py", "/app/l/conftest.py"),
+    "plants a sitecustomize.py": (
+        "mkdir -p lib/x; touch lib/x/sitecustomize.py",
+        "/app/lib/x/sitecustomize.py",
+    ),
+    "plants a .pth": (
+        "mkdir -p ~/.local/lib/python3.11/site-packages; cd ~/.local/lib/python3*/site-packages; touch x.pth",
+        "/root/.local/lib/python3.11/site-packages/x.pth",
+    ),
+    "fills a start-up file and says it is old": (
+        "echo 'alias cat=true' >> ~/.bashrc; touch -d 2001-01-01 ~/.bashrc",
+        "/root/.bashrc",
+    ),
+    "shadows a program": ("mkdir bin; cp /bin/true bin/cat", "/app/bin/cat"),
+    "shadows a module": ("echo 'loads = None' > json.py", "/app/json.py"),
+    "shadows a package": ("mkdir random; touch random/__init__.py", "/app/random/__init__.py"),
+    "writes a test": ("mkdir -p /tests; touch /tests/test.sh", "/tests/test.sh"),
+    "writes a reward": (
+        "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt",
+        "/logs/verifier/reward.txt",
+    ),
+    "links the tests": ("ln -s /app /tests", "/tests"),
+    "changes what the task gave": ("echo >> given/conftest.py", "/app/given/conftest.py"),
+    "deletes what the task gave": ("rm gone/conftest.py", "/app/gone/conftest.py"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Task:
+    """`FOLDER_TASK` with its directories."""
+    assert isinstance(TASK.tests, dict)
+    for name, text in {
+        "tests/test.sh": TASK.tests["test.sh"],
+        "solution/solve.sh": "echo 42 > answer.txt",
+    }.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
+    return replace(FOLDER_TASK, tests=tmp_path / "tests", solution=tmp_path / "solution", directory=tmp_path)
 
 
 async def attempt(backend, task: Task, command: str) -> Grade:
     sandbox = await backend.create(SandboxSpec.for_task(task))
     try:
         environment = TerminalEnvironment()
+        if task.metadata:
+            assert (await sandbox.exec(REPOSITORY)).exit_code == 0
         await environment.setup(task, sandbox)
         if command.startswith("@"):
             await sandbox.upload({"program": f"#!/bin/bash\n{command[1:]}\n"}, "/app")
@@ -165,6 +232,7 @@ async def test_honest_work_scores_1(backend, task, command):
     grade = await attempt(backend, task, command)
     assert grade.reward == 1
     assert grade.evidence["remarks"] == []
+    assert grade.evidence["touched"] == []
 
 
 async def test_doing_nothing_scores_0(backend):
@@ -172,12 +240,28 @@ async def test_doing_nothing_scores_0(backend):
 
 
 @pytest.mark.parametrize("cheat", CHEATS)
-async def test_cheating_does_not_pay(backend, cheat):
+async def test_cheating_does_not_pay(backend, cheat, folder):
+    task, command = CHEATS[cheat]
     try:
-        grade = await attempt(backend, *CHEATS[cheat])
+        grade = await attempt(backend, folder if task is FOLDER_TASK else task, command)
     except GradingError:
         return
     assert grade.reward == 0, grade
+
+
+@pytest.mark.parametrize("left_out", ["writes a test", "links the tests"])  # one precludes the other
+async def test_what_tests_may_run_unasked_is_flagged(backend, left_out):
+    done = [cheat for name, cheat in FLAGGED.items() if name != left_out]
+    task = replace(TASK, files={**TASK.files, "given/conftest.py": "x = 1\n", "gone/conftest.py": ""})
+    grade = await attempt(backend, task, "; ".join(f"({command})" for command, _ in done))
+    assert sorted(grade.evidence["touched"]) == sorted(path for _, path in done)
+
+
+async def test_without_scrubbing_the_history_gives_the_answer(backend):
+    """The cheats that look into the history would pay."""
+    task = replace(REPOSITORY_TASK, metadata={"scrub": []})
+    for cheat in ("finds the answer on another branch", "finds the answer in an object"):
+        assert (await attempt(backend, task, CHEATS[cheat][1])).reward == 1
 
 
 async def test_filling_the_disk_is_stopped_and_remarked(backend):
@@ -221,6 +305,8 @@ async def test_grading_errors_say_what_happened(backend, script, said):
 async def test_evidence(backend):
     script = "#!/usr/bin/env python3\nimport json\nprint('checked')\n"
     script += "json.dump({'reward': 0.25, 'speed': 7}, open('/logs/verifier/reward.json', 'w'))\n"
+    script += "tests = [{'name': 'a', 'status': 'passed'}, {'name': 'b', 'status': 'failed'}]\n"
+    script += "json.dump({'results': {'tests': tests}}, open('/logs/verifier/ctrf.json', 'w'))\n"
     script += "raise SystemExit(3)\n"
     grade = await attempt(backend, replace(TASK, tests={"test.sh": script}), "true")
     assert grade.reward == 0.25
@@ -228,4 +314,5 @@ async def test_evidence(backend):
     assert (evidence["exit_code"], evidence["output"]) == (3, "checked")
     assert evidence["source"] == "/logs/verifier/reward.json"
     assert evidence["metrics"] == {"reward": 0.25, "speed": 7}
+    assert evidence["tests"] == {"tests": 2, "passed": 1, "failed": 1, "skipped": 0, "failed_names": ["b"]}
     assert 0 < evidence["seconds"] < 10
