@@ -33,7 +33,7 @@ from titogym.gateway.protocols.messages_reply import MessagesReply
 from titogym.gateway.protocols.tool_choice import anthropic_choice
 from titogym.gateway.sessions.spec import Sampling
 from titogym.gateway.sessions.tree import Receipt
-from titogym.gateway.sessions.turn import TurnRequest
+from titogym.gateway.sessions.turn import BEGUN, TurnRequest
 from titogym.templates.conversation import Message, Prefix, ToolCall
 from titogym.templates.tokenizer import Tokenizer
 
@@ -75,15 +75,17 @@ def parse(body: Any, context: Context) -> MessagesRequest:
     if "anthropic-beta" in context.headers:
         ignored["anthropic-beta"] = "fields are served, or listed here, whatever the betas"
     tools = _tools(body.get("tools"), ignored)
+    read, begun = _begun(_Reader(context, ignored).messages(body))
     turn = TurnRequest(
         prefix=Prefix(tools=tools, kwargs=_kwargs(body, context, ignored)),
-        messages=(*_system(body.get("system"), ignored), *_Reader(context, ignored).messages(body)),
+        messages=(*_system(body.get("system"), ignored), *read),
         sampling=_sampling(body),
         stream=boolean(body, "stream"),
         choice=anthropic_choice(body, tools),
         ignored=ignored,
         schema_field="output_config.format",
-        receipt=context.receipt("msg_"),
+        receipt=context.receipt("msg_", **({BEGUN: len(begun.content)} if begun else {})),
+        begun=begun,
     )
     return MessagesRequest(turn, string(body.get("model"), "model") or context.model)
 
@@ -173,6 +175,21 @@ def _paragraph(block: Any, where: str, ignored: dict[str, str]) -> str:
     return str(block["text"])
 
 
+def _begun(messages: list[Message]) -> tuple[list[Message], Message | None]:
+    """The messages, and the beginning of the answer where they end with one. Raises `RequestError`."""
+    last = messages[-1]
+    if last.role != "assistant":
+        return messages, None
+    where = "messages[-1]"
+    if last.tool_calls:
+        raise RequestError("Calls of tools must be followed by their results.", param=where)
+    if not last.content and not last.reasoning:
+        raise RequestError("The beginning of an answer must not be empty.", param=where)
+    if len(messages) == 1:
+        raise RequestError("An answer cannot come first: begin with a message of the user.", param=where)
+    return messages[:-1], last
+
+
 class _Reader:
     """Canonical messages of a request."""
 
@@ -198,11 +215,6 @@ class _Reader:
                 read.append(Message("system", _text(content, f"{where}.content", self._ignored)))
             else:
                 raise RequestError(f"{where}.role must be user, assistant or system.", param=f"{where}.role")
-        if read[-1].role == "assistant":
-            raise RequestError(
-                "The beginning of an answer cannot be given: end messages with one of the user.",
-                param=f"messages[{len(items) - 1}]",
-            )
         return read
 
     def _user(self, content: Any, where: str) -> list[Message]:

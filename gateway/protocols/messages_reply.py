@@ -10,7 +10,7 @@ from titogym.gateway.protocols.arguments import ObjectPrefix, wire_value
 from titogym.gateway.protocols.base import event, seal
 from titogym.gateway.protocols.errors import anthropic_error
 from titogym.gateway.sessions.tree import Receipt
-from titogym.gateway.sessions.turn import Committed, Delta
+from titogym.gateway.sessions.turn import Committed, Delta, told
 from titogym.gateway.tokens.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -54,8 +54,9 @@ class MessagesReply:
         if answer.reasoning:
             signature = seal(self.receipt.id)
             content.append({"type": "thinking", "thinking": answer.reasoning, "signature": signature})
-        if answer.content:
-            content.append({"type": "text", "text": answer.content})
+        text = told(committed.node)
+        if text:
+            content.append({"type": "text", "text": text})
         content += [
             {"type": "tool_use", "id": call.id, "name": call.name, "input": wire_value(call.arguments)}
             for call in answer.tool_calls

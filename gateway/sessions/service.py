@@ -36,6 +36,7 @@ from titogym.gateway.sessions.tree import (
     Node,
     Receipt,
     Timings,
+    Tree,
     logprob_array,
     path,
     token_array,
@@ -43,6 +44,7 @@ from titogym.gateway.sessions.tree import (
 from titogym.gateway.sessions.turn import Committed, Delta, Item, Items, Planned, TurnRequest
 from titogym.gateway.tokens.forcing import forced_calls, one_call_stops
 from titogym.gateway.tokens.parsers.answer import AnswerParser
+from titogym.gateway.tokens.parsers.events import Content, Event
 from titogym.gateway.tokens.rows import Extension, extend
 from titogym.templates.conversation import Message, Prefix, Role
 from titogym.templates.model import ModelAssets
@@ -130,7 +132,8 @@ class TurnService:
         lookup = session.tree.find(request.prefix, request.messages)
         parent = lookup.nodes[-1] if lookup.nodes else None
         messages = lookup.messages[parent.depth if parent else 0 :]
-        extension = await self._extend(parent, request.prefix, messages, await self._context_length())
+        cut = _cut(session.tree, parent, lookup, request)
+        extension = await self._extend(parent, request, messages, await self._context_length(), cut)
         return (parent.length if parent else 0) - extension.trim + len(extension.prompt_ids)
 
     async def _context_length(self) -> int:
@@ -140,19 +143,35 @@ class TurnService:
             raise _engine_failure(error) from error
 
     async def _extend(
-        self, parent: Node | None, prefix: Prefix, messages: Sequence[Message], context_length: int
+        self,
+        parent: Node | None,
+        request: TurnRequest,
+        messages: Sequence[Message],
+        context_length: int,
+        cut: Node | None = None,
     ) -> Extension:
-        """What `messages` add to the row of `parent`. Raises `RequestError` when no context holds them."""
-        length = _characters(messages, None if parent else prefix)
+        """What `messages`, and what was begun of the answer, add to the row of `parent`.
+
+        `cut` is the turn that had begun it. Raises `RequestError` when no context holds them.
+        """
+        prefix, begun = request.prefix, request.begun
+        length = _characters([*messages, *([begun] if begun else [])], None if parent else prefix)
         if length > _MOST_CHARACTERS * context_length:
             raise context_exceeded(
                 f"This model's maximum context length is {context_length} tokens. However, your messages "
                 f"have {length} characters. Please reduce the length of the messages.",
                 overflow=(length // _MOST_CHARACTERS, context_length - 1),  # tokens that it has at the least
             )
+        if cut is not None:
+            begun = None
         if length > _LONG_TEXT:
-            return await asyncio.to_thread(extend, self._assets, parent, prefix, messages)
-        return extend(self._assets, parent, prefix, messages)
+            found = await asyncio.to_thread(extend, self._assets, parent, prefix, messages, begun)
+        else:
+            found = extend(self._assets, parent, prefix, messages, begun)
+        if cut is None:
+            return found
+        sampled = cut.generation.output_ids
+        return replace(found, prompt_ids=[*found.prompt_ids, *sampled], begun=sampled)
 
     async def _plan(self, session: Session, request: TurnRequest) -> _Plan:
         """Everything about the turn that can be known, and refused, ahead of sampling."""
@@ -163,7 +182,10 @@ class TurnService:
         parent = placement.parent
         messages = lookup.messages[parent.depth if parent else 0 :]
         budget = _budget(session, placement.supersedes)
-        extension = await self._extend(parent, request.prefix, messages, context_length)
+        if request.begun is not None:
+            self._check_begun(request)
+        cut = _cut(session.tree, parent, lookup, request)
+        extension = await self._extend(parent, request, messages, context_length, cut)
         prompt = session.texts.prompt(parent, extension.trim, extension.prompt_ids)
         room = context_length - len(prompt)
         if room < 1:
@@ -180,6 +202,23 @@ class TurnService:
         held = first_missing(parent.length if parent else 0, extension.trim)
         routes_from = held if session.spec.routes else None
         return _Plan(lookup, placement, messages, extension, prompt, params, stops, routes_from)
+
+    def _check_begun(self, request: TurnRequest) -> None:
+        """Raises `RequestError` for an answer that cannot be gone on with."""
+        assert request.begun is not None
+        if request.choice.must or request.sampling.json_schema is not None:
+            raise RequestError(
+                "An answer that is begun can neither be made to call a tool nor to follow a schema.",
+                param="messages[-1]",
+            )
+        calls, reasoning = self._assets.family.tool_calls, self._assets.family.reasoning
+        marks = (calls.begin if calls else "", reasoning.begin if reasoning else "")
+        for mark in (*(mark.strip() for mark in marks), reasoning.end.strip() if reasoning else ""):
+            if mark and mark in request.begun.content:
+                raise RequestError(
+                    f"The beginning of an answer cannot hold {mark}: only the model writes it.",
+                    param="messages[-1]",
+                )
 
     def _chosen(
         self, session: Session, request: TurnRequest, after: Role, params: SamplingParams
@@ -233,6 +272,8 @@ class TurnService:
             calls=request.choice.may,
             tools=request.prefix.tools,
         )
+        known = len(request.begun.content) if request.begun else 0  # characters of content
+        _, known = _told(parser.begin(plan.extension.begun), known)
         output, logprobs = token_array(()), logprob_array(())
         finish: Finish | None = None
         queued = time.monotonic()
@@ -252,6 +293,8 @@ class TurnService:
                     logprobs.extend(chunk.logprobs)
                     finish = chunk.finish or finish
                     events = parser.push(chunk.output_ids)
+                    if known:
+                        events, known = _told(events, known)
                     yield Delta(events, chunk.output_ids, chunk.logprobs)
         except EngineError as error:
             raise _grammar_refusal(error, request, plan.params) or _engine_failure(error) from error
@@ -260,7 +303,7 @@ class TurnService:
             raise
         if finish is None or finish.reason == "abort":
             raise _engine_failure(EngineError("the engine ended the generation before it was complete"))
-        yield Delta(parser.finish(), (), ())
+        yield Delta(_told(parser.finish(), known)[0], (), ())
         done = time.monotonic()
         ours = plan.params.stop[len(plan.stops) :]
         generation = Generation(
@@ -331,6 +374,30 @@ class TurnService:
         if not ignored.keys() <= known.keys():
             known.update(ignored)
             self._store.note(session)
+
+
+def _cut(tree: Tree, parent: Node | None, lookup: Lookup, request: TurnRequest) -> Node | None:
+    """The turn whose answer, cut by its length, the client gives back to have it gone on with."""
+    if request.begun is None:
+        return None
+    found = [
+        node
+        for node in tree.answered(lookup.hashes[-1])
+        if node.parent is parent and node.generation.finish == "length" and node.answer == request.begun
+    ]
+    return found[-1] if found else None
+
+
+def _told(events: list[Event], known: int) -> tuple[list[Event], int]:
+    """The events without the first `known` characters of content, which the client gave itself."""
+    kept: list[Event] = []
+    for event in events:
+        if known and isinstance(event, Content):
+            event, known = Content(event.text[known:]), max(0, known - len(event.text))
+            if not event.text:
+                continue
+        kept.append(event)
+    return kept, known
 
 
 def _overruled(forced: Sampling, asked: Sampling) -> dict[str, str]:

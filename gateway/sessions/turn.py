@@ -9,6 +9,8 @@ from titogym.gateway.sessions.tree import Node, Receipt
 from titogym.gateway.tokens.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
 from titogym.templates.conversation import Message, Prefix
 
+BEGUN = "begun"  # among a receipt's echoes: characters of content that the client had begun the answer with
+
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
@@ -32,6 +34,7 @@ class TurnRequest:
     choice: ToolChoice = ToolChoice(may=False)
     ignored: Mapping[str, str] = field(default_factory=dict)
     schema_field: str = "response_format"
+    begun: Message | None = None  # the beginning of the answer, where the client gives one
     receipt: Receipt = field(default_factory=Receipt)
 
 
@@ -89,14 +92,20 @@ class Items(Protocol):
     def aclose(self) -> Awaitable[None]: ...
 
 
+def told(node: Node) -> str:
+    """The content of an answer without what the client had begun itself."""
+    return node.answer.content[node.receipt.echo.get(BEGUN, 0) :]
+
+
 def again(node: Node) -> list[Item]:
     """A committed turn as if it were sampled now."""
     committed, answer, generation = Committed(node), node.answer, node.generation
     events: list[Event] = []
     if answer.reasoning:
         events.append(Reasoning(answer.reasoning))
-    if answer.content:
-        events.append(Content(answer.content))
+    content = told(node)
+    if content:
+        events.append(Content(content))
     for index, call in enumerate(answer.tool_calls):
         events += (CallStart(index, call.id, call.name), CallArguments(index, call.arguments))
     return [

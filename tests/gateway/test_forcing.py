@@ -257,8 +257,8 @@ def test_a_random_model_calls_when_it_must(sglang_server: EngineProcess, tiny_mo
         assert found["turns"] == 2
         broken = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "foo"}}}
         refused = httpx.post(
-            f"{session.base_url}/chat/completions",
-            json={"messages": [*messages, USER], "response_format": broken},
+            f"{create(url).base_url}/chat/completions",
+            json={"messages": [USER], "response_format": broken},
             timeout=60,
         )
         assert refused.status_code == 400, refused.text

@@ -308,7 +308,16 @@ def test_reasoning_is_known_by_its_signature(serve):
             {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},
             "tool_use_id",
         ),
-        ({"messages": [USER, {"role": "assistant", "content": "I"}]}, "beginning of an answer"),
+        ({"messages": [USER, {"role": "assistant", "content": ""}]}, "must not be empty"),
+        ({"messages": [{"role": "assistant", "content": "I"}]}, "cannot come first"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "<tool_call>"}], "tools": TOOLS},
+            "only the model",
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "I"}], "output_config": {"format": SCHEMA}},
+            "schema",
+        ),
         ({"tools": [{"name": "x", "type": "bash_20250124"}]}, "bash_20250124"),
         ({"tools": [{"input_schema": {}}]}, "name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
@@ -380,3 +389,58 @@ def test_session_by_key_or_header_alone(serve):
         assert [model.id for model in client.models.list()] == ["qwen3"]
         assert client.models.retrieve("qwen3").display_name == "qwen3"
     assert len(inspect(stand.url, session)["tree"]) == 3
+
+
+def began(text: str) -> Json:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("family", ["qwen3", "quickstart"])
+def test_an_answer_can_be_begun(serve, family, stream):
+    """The beginning has no loss, the client is told what follows it, and the row goes on as one answer."""
+    stand = serve([" look <at it.", "done"], family=family)
+    session = create(stand.url)
+    client = sdk(session)
+    first = ask(client, [USER, began("So I <")], stream)
+    assert [block.text for block in first.content if block.type == "text"] == [" look <at it."]
+    ask(client, [USER, began("So I < look <at it."), USER])
+    [found] = trajectories(stand.url, session)
+    assert found["turns"] == 2
+    encode, decode = stand.assets.tokenizer.encode, stand.assets.tokenizer.decode
+    prompt = stand.engine.requests[0]["input_ids"]
+    assert decode(prompt).endswith("So I <")
+    sampled = encode(" look <at it.<|im_end|>")
+    assert found["tokens"][: len(prompt) + len(sampled)] == prompt + sampled
+    assert found["loss_mask"][: len(prompt) + len(sampled)] == [0] * len(prompt) + [1] * len(sampled)
+    assert inspect(stand.url, session)["tito_session_mismatch"] == {}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_begun_answer_is_replayed_as_it_was(serve, stream):
+    stand = serve([" look.", "done"])
+    client = sdk(create(stand.url))
+    key = {"idempotency-key": "k"}
+    first, second = (ask(client, [USER, began("I")], stream, extra_headers=key) for _ in range(2))
+    assert first.id == second.id
+    assert first.content[0].text == second.content[0].text == " look."
+    assert len(stand.engine.requests) == 1
+
+
+def test_an_answer_that_was_cut_is_gone_on_with_in_its_own_tokens(serve):
+    """The cut answer comes back as the beginning of the next: not encoded again, but as it was sampled."""
+    stand = serve([f"{THINK}I lo…", "ok around.", "done"])
+    session = create(stand.url)
+    client = sdk(session)
+    cut = ask(client, [USER])
+    assert cut.stop_reason == "max_tokens"
+    more = ask(client, [USER, replay(cut)])
+    assert [block.text for block in more.content if block.type == "text"] == ["ok around."]
+    asked, went_on = (request["input_ids"] for request in stand.engine.requests)
+    assert went_on == asked + stand.assets.tokenizer.encode(f"{THINK}I lo")
+    merged = replay(cut)
+    merged["content"][-1]["text"] += "ok around."
+    ask(client, [USER, merged, USER])
+    [found] = trajectories(stand.url, session)
+    assert found["turns"] == 2
+    assert inspect(stand.url, session)["diagnostics"]["divergence"]["turns"] == []

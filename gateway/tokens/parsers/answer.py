@@ -49,6 +49,10 @@ class AnswerParser:
         self._calls = PARSERS[form.kind](form, tools) if form and calls else None
         self._collector = Collector()
 
+    def begin(self, ids: Sequence[int]) -> list[Event]:
+        """Events of what was there of the answer before anything was sampled; no stop string ends it."""
+        return self._collect(self._split.push(self._decoder.push(list(ids))))
+
     def push(self, ids: Sequence[int]) -> list[Event]:
         """Events of the tokens that arrived."""
         ids, self._last = [*self._last, *ids], []
