@@ -109,7 +109,7 @@ def documents(count: int) -> list[str]:
     return alone + mixed
 
 
-def ours(text: str) -> dict | str:
+def ours(text: str) -> dict[str, object] | str:
     try:
         config = task_toml.read(Path("task.toml"), text)
     except UserError as error:

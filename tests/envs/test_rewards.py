@@ -72,3 +72,14 @@ def test_doubtful_json(text):
 
 def test_a_metric_may_be_any_whole_number():
     assert rewards.from_json(b'{"reward": 1, "bytes": ' + b"9" * 400 + b"}", "reward.json")[0] == 1
+
+
+@given(
+    st.binary(max_size=60)
+    | st.recursive(st.none() | st.text(max_size=3), st.lists).map(
+        lambda v: json.dumps({"results": v}).encode()
+    )
+)
+@settings(max_examples=60)
+def test_no_report_of_tests_is_an_error(content):
+    assert "error" in rewards.test_report(content)
