@@ -166,16 +166,18 @@ async def _body(
     reader: asyncio.StreamReader, headers: dict[str, str], seconds: float
 ) -> AsyncIterator[bytes]:
     if headers.get("transfer-encoding", "").lower() == "chunked":
+        buffer = bytearray()
         while True:
+            piece, ended = _unchunked(buffer)
+            if piece:
+                yield piece
+            if ended:
+                return
             async with asyncio.timeout(seconds):
-                size = int((await reader.readuntil(b"\n")).split(b";")[0], 16)
-                if size:
-                    piece = (await reader.readexactly(size + 2))[:-2]
-                else:
-                    while (await reader.readuntil(b"\n")).strip():
-                        pass  # trailers
-                    return
-            yield piece
+                read = await reader.read(_PIECE)
+            if not read:
+                raise EOFError
+            buffer += read
     length = headers.get("content-length")
     missing = -1 if length is None else int(length)
     if length is None:  # the end of the connection is the end of the body
@@ -189,6 +191,39 @@ async def _body(
             raise EOFError
         missing -= len(piece) if missing > 0 else 0
         yield piece
+
+
+def _unchunked(buffer: bytearray) -> tuple[bytes, bool]:
+    """Take all whole chunks off the buffer: what they hold, and whether the body ends with them."""
+    pieces, at, ended = [], 0, False
+    while (line_end := buffer.find(b"\n", at)) >= 0:
+        size = int(buffer[at:line_end].split(b";")[0], 16)
+        start, end = line_end + 1, line_end + 1 + size
+        if size < 0:
+            raise ValueError("a chunk of less than nothing")
+        if not size:
+            ended = _after_trailers(buffer, start)
+            break
+        if len(buffer) < end + 2:  # a line end stands behind each chunk
+            break
+        pieces.append(buffer[start:end])
+        at = end + 2
+    else:
+        if len(buffer) - at > _HEAD_LIMIT:
+            raise ValueError("this is no chunk")
+    del buffer[:at]
+    return b"".join(pieces), ended
+
+
+def _after_trailers(buffer: bytearray, at: int) -> bool:
+    """Whether the empty line is there that ends the trailers, which begin at `at`; nothing may follow it."""
+    while (line_end := buffer.find(b"\n", at)) >= 0:
+        if not buffer[at:line_end].strip():
+            if line_end + 1 < len(buffer):
+                raise ValueError("more came than was asked for")
+            return True
+        at = line_end + 1
+    return False
 
 
 def _failure(error: BaseException) -> HttpError:

@@ -10,7 +10,8 @@ Greedy decoding (temperature 0) reports log-probs at temperature 1.
 import asyncio
 import base64
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -73,15 +74,15 @@ class SGLangEngine:
             async with self._client.stream("POST", "/generate", body, headers=headers) as (status, pieces):
                 if status != 200:
                     raise _refusal(error_message(await _all(pieces)), status)
-                seen = 0
-                async for event in _events(pieces) if stream else _whole(pieces):
-                    chunk = _chunk(event, seen)
-                    seen += len(chunk.output_ids)
-                    finished = chunk.finish is not None
-                    yield chunk
-                    if finished:
-                        await _drain(pieces)
-                        return
+                seen, version = 0, None
+                async for events in _events(pieces) if stream else _whole(pieces):
+                    for chunk in _chunks(events, seen, version):
+                        seen, version = seen + len(chunk.output_ids), chunk.version
+                        finished = chunk.finish is not None
+                        yield chunk
+                        if finished:
+                            await _drain(pieces)
+                            return
                 raise EngineError("the engine closed the stream before the generation was complete")
         except (HttpError, orjson.JSONDecodeError) as error:
             raise EngineError(f"{self.url}: {error}") from error
@@ -168,23 +169,25 @@ def _sampling_params(params: SamplingParams) -> dict[str, Any]:
     return wire
 
 
-async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of a server-sent event stream, up to `[DONE]`."""
+async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[list[bytes]]:
+    """The JSON of a server-sent event stream's events up to `[DONE]`, those together that came together."""
     buffer = bytearray()
     async for piece in pieces:
         searched = max(len(buffer) - 1, 0)
         buffer += piece
-        while (end := buffer.find(b"\n\n", searched)) >= 0:
-            data = bytes(buffer[:end]).removeprefix(b"data: ")
-            del buffer[: end + 2]
-            searched = 0
-            if data == b"[DONE]":
-                return
-            yield orjson.loads(data)
+        end = buffer.rfind(b"\n\n", searched)
+        if end < 0:
+            continue
+        events = [event.removeprefix(b"data: ") for event in bytes(buffer[:end]).split(b"\n\n")]
+        del buffer[: end + 2]
+        if b"[DONE]" in events:
+            yield events[: events.index(b"[DONE]")]
+            return
+        yield events
 
 
-async def _whole(pieces: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
-    yield orjson.loads(await _all(pieces))
+async def _whole(pieces: AsyncIterator[bytes]) -> AsyncIterator[list[bytes]]:
+    yield [await _all(pieces)]
 
 
 async def _all(pieces: AsyncIterator[bytes]) -> bytes:
@@ -197,6 +200,36 @@ async def _drain(pieces: AsyncIterator[bytes]) -> None:
         async with asyncio.timeout(1.0):
             async for _ in pieces:
                 pass
+
+
+def _chunks(events: list[bytes], seen: int, version: str | None) -> Iterator[Chunk]:
+    """What events that came together add to the `seen` tokens before them, the last of weights `version`.
+
+    They are joined, since every chunk is parsed and sent on its own; but where the weights change, the first
+    chunk of the new ones stays alone: its tokens may be of both.
+    """
+    joined: Chunk | None = None
+    alone = False
+    try:
+        for event in events:
+            chunk = _chunk(orjson.loads(event), seen)
+            seen += len(chunk.output_ids)
+            if joined is not None and (alone or chunk.version != joined.version):
+                yield joined
+                joined = None
+            if joined is None:
+                joined, alone = chunk, version not in (None, chunk.version)
+            else:
+                joined.output_ids.extend(chunk.output_ids)
+                joined.logprobs.extend(chunk.logprobs)
+                joined = replace(joined, finish=chunk.finish)
+            version = chunk.version
+    except (EngineError, orjson.JSONDecodeError):
+        if joined is not None:
+            yield joined  # it was really sampled
+        raise
+    if joined is not None:
+        yield joined
 
 
 def _chunk(event: dict[str, Any], seen: int) -> Chunk:

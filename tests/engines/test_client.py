@@ -1,6 +1,7 @@
 """The generation client against scripted answers and failures."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -90,7 +91,7 @@ async def test_every_token_once(
     logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs]
     assert logprobs == [scripted.logprob(i, token) for i, token in enumerate(OUTPUT)]
     assert all(chunk.finish is None for chunk in chunks[:-1])
-    assert len(chunks) == ((2 if tokens_per_chunk == 4 else 6) if stream else 1)
+    assert len(chunks) <= ((2 if tokens_per_chunk == 4 else 6) if stream else 1)
     finish = chunks[-1].finish
     assert finish is not None
     assert finish.reason == "stop"
@@ -299,9 +300,10 @@ async def test_stream_may_arrive_in_any_pieces(data: st.DataObject) -> None:
         client = SGLangEngine(url)
         chunks = [chunk async for chunk in client.generate([1], params, rid="r", stream=True)]
         await client.close()
-    assert [chunk.output_ids for chunk in chunks] == [
-        ids[sum(lengths[:i]) : sum(lengths[: i + 1])] for i in range(len(lengths))
-    ]
+    assert [token for chunk in chunks for token in chunk.output_ids] == ids
+    ends = set(itertools.accumulate(lengths))
+    assert set(itertools.accumulate(len(chunk.output_ids) for chunk in chunks)) <= ends
+    assert [chunk.finish is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     assert [lp for chunk in chunks for lp in chunk.logprobs] == [-0.5 * token for token in ids]
 
 

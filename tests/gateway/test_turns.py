@@ -164,7 +164,7 @@ def test_stream_and_whole_give_the_same_tokens_message_and_commit(serve, family)
 
 
 def test_stream_events_in_their_order(serve):
-    stand = serve([f"{THINK}I look.\n{CALL}"])
+    stand = serve([f"{THINK}I look.\n{CALL}"], engine={"token_latency": 0.01})
     session = create(stand.url)
     chunks = list(
         sdk(session).chat.completions.create(
