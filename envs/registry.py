@@ -14,6 +14,7 @@ and all of them take options as the query of a URL does: `arithmetic?level=2&spl
 `seed` and `count` say which tasks; the rest are the generator's own.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
@@ -32,6 +33,9 @@ ENVIRONMENTS = {
     "arithmetic": "titogym.envs.arithmetic:Arithmetic",
     "guess": "titogym.envs.guessing:Guessing",
     "sql": "titogym.envs.text_to_sql:TextToSql",
+    "question": "titogym.envs.single_turn:Question",
+    "code_question": "titogym.envs.single_turn:CodeQuestion",
+    "gymnasium": "titogym.envs.gymnasium_text:GymnasiumText",
 }
 # A generator is called with (split, seed, count, **options) and returns that many tasks.
 GENERATORS = {
@@ -40,11 +44,13 @@ GENERATORS = {
     "guess": "titogym.envs.guessing:tasks",
     "sql": "titogym.envs.text_to_sql:tasks",
     "edit": "titogym.envs.edit_tasks:tasks",
+    "jsonl": "titogym.envs.jsonl_tasks:tasks",
+    "gymnasium": "titogym.envs.gymnasium_text:tasks",
 }
 STARTER = Path(__file__).with_name("tasks")  # the task directories that come with titogym
 ENVIRONMENT_GROUP = "titogym.environments"
 GENERATOR_GROUP = "titogym.tasks"
-DEFAULT_COUNT = 100  # tasks of a generator
+DEFAULT_COUNT = 100  # tasks of a generator that does not say itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +108,8 @@ def generator(name: str) -> Callable[..., list[Task]]:
 def tasks(source: str, *, split: str = "train", seed: int = 0, count: int | None = None) -> list[Task]:
     """The tasks of a source; the options that stand in it win over `split`, `seed` and `count`.
 
-    `split` and `seed` choose among a generator's tasks, of which there are `count` (100 if not said);
-    of directories and files the first `count` are taken in their order. Raises `UserError`.
+    `split` and `seed` choose among a generator's tasks, of which there are `count` (mostly 100 if not
+    said); of directories and files the first `count` are taken in their order. Raises `UserError`.
     """
     parsed = Source.parse(source)
     given = {"split": split, "seed": seed, "count": count, **parsed.options}
@@ -142,7 +148,10 @@ def _of_directories(path: Path, count: int | None) -> list[Task]:
 def _generated(name: str, given: dict[str, Any]) -> list[Task]:
     generate = generator(name)
     if given["count"] is None:
-        given["count"] = DEFAULT_COUNT
+        del given["count"]
+        count = inspect.signature(generate).parameters.get("count")
+        if count is not None and count.default is count.empty:
+            given["count"] = DEFAULT_COUNT
     made = generate(**options.fitted(generate, given, f"The task generator {name!r}"))
     if not made:
         raise UserError(f"The task generator {name!r} made no task of {given}.")
