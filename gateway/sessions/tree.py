@@ -86,14 +86,23 @@ class Node:
     answer: Message
     generation: Generation
     supersedes: int | None  # the turn that this one was sampled again in place of
-    request_hash: bytes  # of everything up to the answer
-    end_hash: bytes  # of everything up to and including the answer
+    hashes: list[bytes]  # of everything before its own messages, and up to each of them and its answer
     depth: int  # messages up to and including the answer
     turn: int  # generations from the root, this one included
     length: int  # tokens of the row
     receipt: Receipt = field(default_factory=Receipt)
     children: int = 0
     replayed: Message | None = None  # how the harness last sent the answer back, where it changed it
+
+    @property
+    def request_hash(self) -> bytes:
+        """Of everything up to the answer."""
+        return self.hashes[-2]
+
+    @property
+    def end_hash(self) -> bytes:
+        """Of everything up to and including the answer."""
+        return self.hashes[-1]
 
     @property
     def size(self) -> int:
@@ -106,10 +115,13 @@ class Node:
             for message in (*self.messages, self.answer)
         )
         ids = 4 * len(generation.prompt_ids) + 8 * len(generation.output_ids)
-        return _NODE_BYTES + texts + ids + len(generation.routes or b"")
+        hashes = _HASH_BYTES * len(self.hashes)
+        return _NODE_BYTES + texts + ids + hashes + len(generation.routes or b"")
 
 
 _NODE_BYTES = 2000  # of a node's objects, whatever they hold
+_HASH_BYTES = 57
+_LATEST = 4  # turns with which a request is compared: as many agents may take turns in a session
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +179,7 @@ class Tree:
         return found
 
     def _find(self, prefix: Prefix, messages: Sequence[Message]) -> Lookup:
-        hashes = chain(_prefix_hash(prefix), messages, self.matcher.key)
+        hashes = self._hashes(prefix, messages)
         held: set[int] = set()
         deepest: list[Node] = []
         for depth in range(1, len(messages) + 1):
@@ -178,6 +190,17 @@ class Tree:
                 held.update(node.id for node in found)
                 deepest = found
         return Lookup(prefix, tuple(messages), hashes, tuple(deepest))
+
+    def _hashes(self, prefix: Prefix, messages: Sequence[Message]) -> list[bytes]:
+        """The chain over the request. What it repeats word for word of a latest turn is not hashed again."""
+        known = [_prefix_hash(prefix)]
+        for node in self.nodes[: -_LATEST - 1 : -1]:
+            nodes = path(node)
+            if nodes[0].hashes[0] == known[0]:
+                known = max(known, _shared(nodes, messages), key=len)
+            if len(known) > node.depth:
+                break  # it repeats this turn as a whole
+        return known + chain(known[-1], messages[len(known) - 1 :], self.matcher.key)[1:]
 
     def _repeats(self, node: Node, messages: Sequence[Message], held: set[int]) -> bool:
         """Whether the request's messages are acceptable as the node's own, its ancestors being `held`."""
@@ -215,8 +238,7 @@ class Tree:
             answer=answer,
             generation=generation,
             supersedes=supersedes,
-            request_hash=hashes[-2],
-            end_hash=hashes[-1],
+            hashes=hashes,
             depth=(parent.depth if parent else 0) + len(messages) + 1,
             turn=(parent.turn if parent else 0) + 1,
             length=(parent.length if parent else 0) - generation.trim + added,
@@ -260,6 +282,17 @@ def path(node: Node | None) -> list[Node]:
         nodes.append(node)
         node = node.parent
     return nodes[::-1]
+
+
+def _shared(nodes: Sequence[Node], messages: Sequence[Message]) -> list[bytes]:
+    """The hashes of the messages, from the first, that equal those of a path of nodes."""
+    hashes = nodes[0].hashes[:1]
+    for node in nodes:
+        for own, hash in zip((*node.messages, node.answer), node.hashes[1:], strict=True):
+            if len(hashes) > len(messages) or messages[len(hashes) - 1] != own:
+                return hashes
+            hashes.append(hash)
+    return hashes
 
 
 def row(node: Node | None) -> "array[int]":

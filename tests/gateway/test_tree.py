@@ -232,6 +232,8 @@ def test_lookup_finds_what_a_scan_of_the_forest_finds(data, name):
         messages = data.draw(st.lists(_messages, min_size=1, max_size=6))
     found = forest.find(PREFIX, messages)
     assert {node.id for node in found.nodes} == naive(forest, MATCHERS[name], messages)
+    fresh = Tree(matcher(name)).find(PREFIX, messages)  # nothing is known to it
+    assert found.hashes == fresh.hashes
     assert len(found.hashes) == len(messages) + 1
 
 
