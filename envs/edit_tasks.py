@@ -24,7 +24,7 @@ Level = Literal[1, 2, 3]
 LIMITS = Limits(
     turns=12, agent_seconds=180.0, verifier_seconds=90.0, memory_mb=256, storage_mb=16, processes=16
 )
-_ROUNDS = 50_000  # of the digests: guessing a result costs time that the tests do not give
+_ROUNDS = 10_000  # of the digests: guessing a result costs time that the tests do not give
 _CASES = 4  # per function
 
 

@@ -124,28 +124,27 @@ _QUESTIONS: dict[int, tuple[tuple[str, str], ...]] = {
     2: (
         (
             "How many orders with a quantity of at least {quantity} were there in each month of 2024 that "
-            "has "
-            "any? Give the month (like 2024-05) and the number, earliest month first.",
+            "has any? Give the month (like 2024-05) and the number, earliest month first.",
             "SELECT substr(day, 1, 7), count(*) FROM orders WHERE quantity >= {quantity} GROUP BY 1 ORDER "
             "BY 1",
         ),
         (
-            "What are the names of the customers in {city} who ordered anything? Name each once.",
-            "SELECT DISTINCT c.name FROM customers c JOIN orders o ON o.customer_id = c.id "
-            "WHERE c.city = '{city}'",
+            "What are the names of the customers in {city} who ordered at least {quantity} pieces at once? "
+            "Name each once.",
+            "SELECT DISTINCT c.name FROM customers c JOIN orders o ON o.customer_id = c.id WHERE c.city = "
+            "'{city}' AND o.quantity >= {quantity}",
         ),
         (
-            "What did all orders of products of the category {category} cost together (price times "
-            "quantity)?",
-            "SELECT sum(p.price * o.quantity) FROM orders o JOIN products p ON p.id = o.product_id "
-            "WHERE p.category = '{category}'",
+            "What did all orders of products of the category {category} in month {month} of 2024 cost "
+            "together (price times quantity)?",
+            "SELECT sum(p.price * o.quantity) FROM orders o JOIN products p ON p.id = o.product_id WHERE "
+            "p.category = '{category}' AND o.day LIKE '2024-{month}-%'",
         ),
         (
-            "How many pieces of each product were ordered in month {month} of 2024? Give the product's "
-            "name and "
-            "the number, without products that nobody ordered then.",
-            "SELECT p.name, sum(o.quantity) FROM orders o JOIN products p ON p.id = o.product_id "
-            "WHERE o.day LIKE '2024-{month}-%' GROUP BY p.id",
+            "How many pieces of each product that costs at most {price} were ordered? Give the product's "
+            "name and the number, without products that nobody ordered.",
+            "SELECT p.name, sum(o.quantity) FROM orders o JOIN products p ON p.id = o.product_id WHERE "
+            "p.price <= {price} GROUP BY p.id",
         ),
         (
             "What are the names of the products that cost at least {price} and were never ordered?",

@@ -30,7 +30,7 @@ _LIMITS = Limits(
 )
 SHOWN_ROWS = 20  # of a query's result that the model sees
 _COMPARED_ROWS = 1000
-_QUERY_SECONDS = 10.0
+QUERY_SECONDS = 10.0
 _WIDEST = 200  # characters of a value
 
 # Runs in the sandbox: {"setup", "query", "rows"} on stdin, {"columns", "rows", "more"} or {"error"} out.
@@ -158,7 +158,7 @@ def same_rows(found: Sequence[Row], expected: Sequence[Row], *, ordered: bool) -
 async def _run(sandbox: Sandbox, setup: str, query: str, rows: int) -> dict[str, Any]:
     job = json.dumps({"setup": f"{SCHEMA}\n{setup}", "query": query, "rows": rows}).encode()
     done = await sandbox.exec(
-        ["python3", "-I", "-c", _RUNNER], stdin=job, timeout=_QUERY_SECONDS, max_output=1 << 22
+        ["python3", "-I", "-c", _RUNNER], stdin=job, timeout=QUERY_SECONDS, max_output=1 << 22
     )
     return _result(done)
 
@@ -166,7 +166,7 @@ async def _run(sandbox: Sandbox, setup: str, query: str, rows: int) -> dict[str,
 def _result(done: ExecResult) -> dict[str, Any]:
     """What the runner said. A query may exhaust time or memory; a machine without Python may not."""
     if done.timed_out:
-        return {"error": f"the query took longer than {_QUERY_SECONDS:g} s"}
+        return {"error": f"the query took longer than {QUERY_SECONDS:g} s"}
     if done.out_of_memory or done.truncated:
         return {"error": "the query took too much memory"}
     try:

@@ -20,7 +20,7 @@ def test_environments_by_name_and_by_path():
 def test_unknown_names_list_the_choices():
     with pytest.raises(UserError, match=r"no environment 'cloud'.*terminal"):
         registry.environment("cloud")
-    with pytest.raises(UserError, match=r"no tasks at 'nowhere'.*shell, starter"):
+    with pytest.raises(UserError, match=r"no tasks at 'nowhere'.*shell, sql, starter"):
         registry.tasks("nowhere")
     with pytest.raises(UserError, match="NoSuchThing"):
         registry.environment("titogym.envs.terminal:NoSuchThing")
@@ -43,6 +43,49 @@ def test_a_directory_without_tasks(tmp_path):
 def test_a_generator_by_dotted_path():
     made = registry.tasks(f"{__name__}:make_tasks", split="test", seed=4, count=2)
     assert [task.id for task in made] == ["test-4-0", "test-4-1"]
+
+
+class Silent:
+    """Says nothing of what it is."""
+
+    name = "silent"
+
+
+class Deaf(TerminalEnvironment):
+    interactive = True
+
+
+def test_a_source_has_options_like_a_urls_query():
+    made = registry.tasks("arithmetic?level=2&split=test&seed=7&count=3", split="train", seed=0, count=50)
+    assert [task.id for task in made] == [f"arithmetic-2-test-7-{n}" for n in range(3)]
+    assert len(registry.tasks("arithmetic")) == 100
+    assert len(registry.tasks("starter?count=2")) == 2
+    assert registry.Source.parse("x?a=1&b=text&c=%26").options == {"a": 1, "b": "text", "c": "&"}
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        ("arithmetic?leval=2", "it takes split, seed, count, level"),
+        ("arithmetic?level", "KEY=VALUE"),
+        ("arithmetic?level=1&level=2", "gives 'level' twice"),
+        ("arithmetic?split=dev", "split = 'dev'"),
+        ("arithmetic?seed=x", "seed = 'x'"),
+        ("arithmetic?count=0", "made no task"),
+        ("starter?level=1", "take no option 'level'"),
+        ("starter?count=x", "count = 'x'"),
+        (f"{__name__}:make_tasks?level=1", "unexpected keyword argument 'level'"),
+    ],
+)
+def test_wrong_options_of_a_source_are_named(source, sentence):
+    with pytest.raises(UserError, match=sentence):
+        registry.tasks(source)
+
+
+@pytest.mark.parametrize(("name", "sentence"), [("Silent", "`interactive`"), ("Deaf", "has no `step`")])
+def test_what_is_no_environment_is_refused(name, sentence):
+    with pytest.raises(UserError, match=sentence):
+        registry.environment(f"{__name__}:{name}")
 
 
 def test_an_installed_package_can_register_environments(tmp_path, monkeypatch):
