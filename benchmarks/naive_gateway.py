@@ -3,7 +3,8 @@
     python benchmarks/naive_gateway.py --model-dir DIR --engine URL
 
 Every node of a session holds its whole row, its mask and its log-probs, and all messages up to it. Every
-request renders and tokenises its whole conversation, and walks the tree to find where it belongs.
+request renders and tokenises its whole conversation (with Hugging Face's tokenizers, as most servers do),
+and walks the tree to find where it belongs.
 It serves what the benchmark needs: sessions, and chat completions without streaming. Prints its URL.
 """
 
