@@ -7,13 +7,38 @@ import subprocess
 import tarfile
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO
+
+from typing_extensions import Buffer
 
 from titogym.envs.sandboxes.base import SandboxError
 
 Tree = Path | Mapping[str, str]
+
+
+class Chunks(io.RawIOBase):
+    """An iterator of pieces as a file to read."""
+
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        self._pieces = iter(pieces)
+        self._rest = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Buffer) -> int:
+        view = memoryview(buffer)
+        while not self._rest:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return 0
+            self._rest = piece
+        taken = self._rest[: len(view)]
+        view[: len(taken)] = taken
+        self._rest = self._rest[len(taken) :]
+        return len(taken)
 
 
 def copy_tree(tree: Tree, target: Path) -> None:

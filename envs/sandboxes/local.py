@@ -37,7 +37,7 @@ from titogym.envs.sandboxes.base import (
 from titogym.envs.sandboxes.destruction import Destruction
 from titogym.envs.sandboxes.doors import Door, doors_of, environment_of
 from titogym.envs.sandboxes.machine import Machine, Outcome
-from titogym.envs.sandboxes.storage import StorageWatch
+from titogym.envs.sandboxes.storage import StorageWatch, used_mb
 from titogym.errors import UserError
 from titogym.venvs import home
 
@@ -150,7 +150,6 @@ class LocalSandbox:
         self._group: cgroups.Cgroup | None = None
         self._oom_kills = 0
         self.storage_mb = spec.limits.storage_mb
-        self.storage_root = self._root
         self._full = False
         self._machine: Machine | None = None
         self._serving = doors_of(spec)
@@ -234,6 +233,9 @@ class LocalSandbox:
         machine, self._machine = self._machine, None
         if machine is not None:
             await to_its_end(machine.kill())
+
+    async def used_mb(self) -> int:
+        return await asyncio.to_thread(used_mb, self._root)
 
     async def over_storage(self) -> None:
         """Called by the storage watch: the agent has filled its disk and may do nothing more."""

@@ -20,7 +20,8 @@ class Stored(Protocol):
     """What is watched. `over_storage` is awaited once when it holds more than `storage_mb` MiB."""
 
     storage_mb: int
-    storage_root: Path
+
+    async def used_mb(self) -> int: ...
 
     async def over_storage(self) -> None: ...
 
@@ -56,7 +57,7 @@ class StorageWatch:
 
     async def _measure(self) -> None:
         for sandbox in list(self._watched):
-            used = await asyncio.to_thread(used_mb, sandbox.storage_root)
+            used = await sandbox.used_mb()
             if used > sandbox.storage_mb and sandbox in self._watched:
                 self._watched.discard(sandbox)
                 await sandbox.over_storage()

@@ -16,10 +16,13 @@ import pytest
 
 BUSYBOX = "titogym-test/busybox"
 SYSTEM = "titogym-test/system"  # bash, coreutils, python3
-_PROGRAMS = (
-    "bash cat chmod chown cp cut date dd diff env find grep head id ln ls mkdir mv python3 rm sed seq setpriv sh "
-    "sleep sort tail tar test touch tr true wc"
-).split()
+# fmt: off
+_PROGRAMS = [
+    "bash", "cat", "chmod", "chown", "cp", "cut", "date", "dd", "diff", "env", "find", "grep", "head", "id",
+    "ln", "ls", "mkdir", "mkfifo", "mknod", "mv", "printf", "python3", "readlink", "rm", "sed", "seq",
+    "setpriv", "setsid", "sh", "sleep", "sort", "tail", "tar", "test", "touch", "tr", "true", "wc",
+]
+# fmt: on
 _START_SECONDS = 60
 
 
@@ -115,7 +118,7 @@ def _system() -> bytes:
             if path.suffix == ".so":
                 libraries |= _libraries(path)
     for library in sorted(libraries):
-        image.file(library.lstrip("/").removeprefix("usr/").join(["usr/", ""]), Path(library).resolve())
+        image.file("usr/" + library.lstrip("/").removeprefix("usr/"), Path(library).resolve())
     return image.done()
 
 

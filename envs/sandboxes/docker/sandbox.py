@@ -1,0 +1,457 @@
+"""One sandbox: a container that sleeps, in which commands are executed."""
+
+import asyncio
+import logging
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from titogym.cancellation import to_its_end
+from titogym.envs.sandboxes import archives, labels, owners
+from titogym.envs.sandboxes.base import (
+    CANNOT_RUN,
+    OUT_OF_MEMORY,
+    TIMED_OUT,
+    ExecResult,
+    Output,
+    SandboxError,
+    SandboxSpec,
+    Snapshot,
+    Unsupported,
+)
+from titogym.envs.sandboxes.docker import commands, files, leftovers, volumes
+from titogym.envs.sandboxes.docker.engine import EngineError
+from titogym.envs.sandboxes.docker.images import BACKEND, Image
+from titogym.envs.sandboxes.docker.namespaces import listen_inside
+from titogym.envs.sandboxes.doors import Door, doors_of, environment_of
+
+if TYPE_CHECKING:
+    from titogym.envs.sandboxes.docker.backend import DockerBackend
+
+log = logging.getLogger(__name__)
+
+KILL_SECONDS = 5.0  # from killing a command until the whole container is killed instead
+SNAPSHOTS = "titogym-snapshot"  # repository of kept file systems
+HEIRS = "titogym-successor"  # repository of those that pass from a sandbox to its successor
+_MIB = 1 << 20
+_OWN_PROCESSES = 2  # the engine's init and what keeps the container alive
+_NOT_FOUND = 127
+# What commands that install software, change users or serve need; none of it reaches beyond the container.
+_CAPABILITIES = [
+    "CHOWN",
+    "DAC_OVERRIDE",
+    "FOWNER",
+    "FSETID",
+    "KILL",
+    "NET_BIND_SERVICE",
+    "SETGID",
+    "SETUID",
+    "SYS_CHROOT",
+]
+_LOGS = {"agent/.keep": "", "verifier/.keep": ""}
+_OOM_COUNTERS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
+
+
+class DockerSandbox:
+    """One container. It is started when first needed and again after `kill_processes`."""
+
+    def __init__(self, backend: "DockerBackend", spec: SandboxSpec, image: Image) -> None:
+        self.id = owners.new_id()
+        self.remarks: list[str] = []
+        self.storage_mb = spec.limits.storage_mb
+        self._backend = backend
+        self._engine = backend.engine
+        self._spec = spec
+        self._image = image
+        self._labels = labels.labels(self.id, spec, {})
+        self._container = ""
+        self._pid = 0  # of the container's first process, as the engine's machine counts
+        self._serving = doors_of(spec)
+        self._doors: list[Door] = []
+        self._owner = 0  # user id that uploaded files belong to
+        self._oom_kills = 0
+        self._full = False
+        self._running = False
+        self._starting = asyncio.Lock()
+        self._destroyed = False
+
+    async def start(
+        self,
+        *,
+        mounts: Sequence[Mapping[str, object]] = (),
+        environment: Sequence[str] | None = None,
+    ) -> None:
+        """Create the container and start it."""
+        if environment is None:
+            environment = [f"{name}={value}" for name, value in self._variables().items()]
+        self._container = await self._create([*mounts, *self._binds()], list(environment))
+        if self._backend.storage is not None and not self._backend.limits_disk:
+            self._backend.storage.add(self)
+        await self._ensure_running()
+        if self._image.user.partition(":")[0] not in ("", "0", "root"):
+            self._owner = int((await self.exec(["id", "-u"], cwd="/")).stdout.strip() or 0)
+            await self.exec(f"mkdir -p {self._spec.workdir}", cwd="/")
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout: float | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes | None = None,
+        max_output: int = 1 << 20,
+        on_output: Output | None = None,
+    ) -> ExecResult:
+        arguments = [*commands.SHELL, command] if isinstance(command, str) else list(command)
+        captured = commands.Captured(max_output, on_output)
+        try:
+            "\0".join(arguments).encode()
+        except UnicodeEncodeError as error:
+            return ExecResult(CANNOT_RUN, "", f"sandbox: {error}\n")
+        if any("\0" in argument for argument in arguments):
+            return ExecResult(CANNOT_RUN, "", "sandbox: a command holds a NUL character\n")
+        running = await to_its_end(self._begin(arguments, cwd, env or {}, stdin is not None))
+        try:
+            timed_out = await self._attend(running, stdin, captured, timeout)
+        finally:
+            running.close()
+        status, pids = await self._outcome(running)
+        if status in (CANNOT_RUN, _NOT_FOUND) and captured.stdout.startswith(b"OCI runtime exec failed"):
+            captured.stderr, captured.stdout = captured.stdout, bytearray()
+            status = _NOT_FOUND if b"not found" in captured.stderr else status
+        out_of_memory = not timed_out and status != 0 and await self._ran_out_of_memory(status)
+        return ExecResult(
+            TIMED_OUT if timed_out else OUT_OF_MEMORY if out_of_memory else status,
+            captured.stdout.decode(errors="replace"),
+            captured.stderr.decode(errors="replace"),
+            timed_out=timed_out,
+            out_of_memory=out_of_memory,
+            truncated=captured.truncated,
+            running=pids,
+        )
+
+    async def upload(self, source: archives.Tree, target: str) -> None:
+        archive = await asyncio.to_thread(archives.pack, source, target, owner=self._owner)
+        await self._settled()
+        await files.put(self._engine, self._container, archive, target)
+
+    async def download(self, source: str, target: Path) -> None:
+        with tempfile.TemporaryFile() as spool:
+            name = await files.get(self._engine, self._container, source, spool, self.storage_mb * _MIB)
+            await asyncio.to_thread(_unpack, spool, name, target)
+
+    async def read(self, path: str, limit: int) -> bytes | None:
+        return await files.read(self._engine, self._container, path, limit)
+
+    async def kill_processes(self) -> None:
+        await to_its_end(self._kill())
+
+    async def over_storage(self) -> None:
+        """Called by the storage watch: the agent has filled its disk and may do nothing more."""
+        self._full = True
+        self.remarks.append(f"it used more than its {self.storage_mb} MiB of storage")
+        await self.kill_processes()
+
+    async def used_mb(self) -> int:
+        """MiB that the container has written, as the engine counts them."""
+        found = await self._engine.call(
+            self._engine.api.containers, all=True, size=True, filters={"id": self._container}
+        )
+        return int(found[0].get("SizeRw") or 0) // _MIB if found else 0
+
+    async def successor(
+        self, *, read_only: Mapping[str, archives.Tree], env: Mapping[str, str]
+    ) -> "DockerSandbox":
+        if self._destroyed:
+            raise SandboxError("The sandbox has been destroyed.")
+        await self.kill_processes()
+        spec = replace(self._spec, image=None, env=dict(env), mounts=(), services={})
+        heir = DockerSandbox(self._backend, spec, self._image)
+        try:
+            heir.remarks += [*self.remarks, *await files.changes_of_the_system(self._engine, self._container)]
+            await to_its_end(self._bequeath(heir, read_only))
+            await self.destroy()
+        except BaseException:
+            await heir.destroy()
+            raise
+        return heir
+
+    async def snapshot(self) -> Snapshot:
+        if self._destroyed:
+            raise SandboxError("The sandbox has been destroyed.")
+        name = owners.new_id()
+        snapshot = Snapshot(BACKEND, f"{SNAPSHOTS}:{name}")
+        try:
+            await to_its_end(self._commit(SNAPSHOTS, name))
+        except BaseException:
+            await self._backend.delete_snapshot(snapshot)
+            raise
+        return snapshot
+
+    async def destroy(self) -> None:
+        self._destroyed = True
+        await self._backend.destruction(self.id, self._destroy)
+
+    async def _destroy(self) -> None:
+        if self._backend.storage is not None:
+            self._backend.storage.discard(self)
+        self._close_doors()
+        await leftovers.remove(self._engine, self.id)
+
+    # --- the container
+
+    async def _create(self, mounts: list[Mapping[str, object]], environment: list[str]) -> str:
+        api, limits, spec = self._engine.api, self._spec.limits, self._spec
+        from docker import types
+
+        def create() -> str:
+            host = api.create_host_config(
+                init=True,
+                network_mode=self._backend.network if spec.network == "open" else "none",
+                mem_limit=limits.memory_mb * _MIB,
+                memswap_limit=limits.memory_mb * _MIB,
+                shm_size=limits.memory_mb * _MIB,
+                nano_cpus=round(limits.cpus * 1e9),
+                pids_limit=limits.processes + _OWN_PROCESSES,
+                cap_drop=["ALL"],
+                cap_add=_CAPABILITIES,
+                security_opt=["no-new-privileges"],
+                ulimits=[
+                    types.Ulimit(name="fsize", soft=limits.storage_mb * _MIB, hard=limits.storage_mb * _MIB),
+                    types.Ulimit(name="core", soft=0, hard=0),
+                ],
+                mounts=mounts,
+                storage_opt={"size": f"{limits.storage_mb}M"} if self._backend.limits_disk else None,
+            )
+            made = api.create_container(
+                self._image.reference,
+                entrypoint=["sleep", "2147483647"],
+                command=[],
+                name=f"titogym-{self.id}",
+                hostname="sandbox",
+                labels=self._labels,
+                environment=environment,
+                working_dir=spec.workdir,
+                healthcheck={"test": ["NONE"]},
+                host_config=host,
+                use_config_proxy=False,
+            )
+            return str(made["Id"])
+
+        try:
+            return await self._engine.call(create)
+        except EngineError as error:
+            if "storage-opt" not in str(error):
+                raise
+        if self._backend.limits_disk:
+            self._backend.limits_disk = False
+            log.info("the engine's storage driver has no limits: who fills the disk is killed instead")
+        return await self._engine.call(create)
+
+    def _binds(self) -> list[Mapping[str, object]]:
+        return [
+            {"Type": "bind", "Source": str(mount.source.resolve()), "Target": mount.target, "ReadOnly": True}
+            for mount in self._spec.mounts
+        ]
+
+    def _variables(self) -> dict[str, str]:
+        return {**environment_of(self._spec), **self._spec.env, commands.MARK: commands.MAIN}
+
+    async def _ensure_running(self) -> None:
+        async with self._starting:
+            if self._destroyed:
+                raise SandboxError("The sandbox has been destroyed.")
+            if self._full:
+                raise SandboxError(f"The sandbox used more than its {self.storage_mb} MiB of storage.")
+            if self._running:
+                return
+            self._close_doors()
+            await self._engine.call(self._engine.api.start, self._container)
+            self._running = True
+            state = (await self._engine.call(self._engine.api.inspect_container, self._container))["State"]
+            self._pid, self._oom_kills = state["Pid"], 0
+            if self._serving:
+                await self._open_doors()
+
+    async def _open_doors(self) -> None:
+        if not self._engine.here:
+            raise Unsupported(
+                f"The engine at {self._engine.address} runs elsewhere: a sandbox there can have neither "
+                "services nor an allow-list."
+            )
+        listeners = await asyncio.to_thread(listen_inside, self._pid, list(self._serving))
+        self._doors = [
+            Door(listener, serve) for listener, serve in zip(listeners, self._serving.values(), strict=True)
+        ]
+        for door in self._doors:
+            door.open()
+
+    def _close_doors(self) -> None:
+        for door in self._doors:
+            door.close()
+        self._doors = []
+
+    async def _kill(self) -> None:
+        async with self._starting:
+            self._close_doors()
+            self._running = False
+            if not self._container or self._destroyed:
+                return
+            try:
+                await self._engine.call(self._engine.api.kill, self._container)
+                await self._engine.call(self._engine.api.wait, self._container, timeout=60)
+            except EngineError as error:
+                if error.status not in (404, 409):  # it has gone, or does not run
+                    raise
+
+    async def _settled(self) -> None:
+        if self._destroyed:
+            raise SandboxError("The sandbox has been destroyed.")
+
+    # --- commands
+
+    async def _begin(
+        self, arguments: list[str], cwd: str | None, env: Mapping[str, str], stdin: bool
+    ) -> commands.Running:
+        for last in (False, True):
+            await self._ensure_running()
+            try:
+                return await commands.start(
+                    self._engine,
+                    self._container,
+                    arguments,
+                    cwd=cwd or self._spec.workdir,
+                    env=env,
+                    stdin=stdin,
+                )
+            except EngineError as error:
+                if error.status != 409 or last:
+                    raise SandboxError(f"The sandbox does not take commands: {error}") from error
+                self._running = False  # something inside has killed its first process
+        raise AssertionError("the last try returns or raises")
+
+    async def _attend(
+        self,
+        running: commands.Running,
+        stdin: bytes | None,
+        captured: commands.Captured,
+        timeout: float | None,
+    ) -> bool:
+        """Wait for the end of a command, or bring it about. True when its time was over."""
+        reading = asyncio.create_task(running.communicate(stdin, captured))
+        try:
+            done, _ = await asyncio.wait({reading}, timeout=timeout)
+            if not done:
+                await to_its_end(self._end(running, reading))
+            return not done
+        except asyncio.CancelledError:
+            await to_its_end(self._end(running, reading))
+            raise
+        finally:
+            reading.cancel()
+            with suppress(asyncio.CancelledError):
+                await reading
+
+    async def _end(self, running: commands.Running, reading: "asyncio.Task[None]") -> None:
+        """Kill a command's tree; where that does not help, everything in the container."""
+        with suppress(EngineError, TimeoutError):
+            await commands.kill(self._engine, self._container, running.mark)
+            done, _ = await asyncio.wait({reading}, timeout=KILL_SECONDS)
+            if done:
+                return
+        log.info("a command in sandbox %s would not die: everything in it is killed", self.id)
+        await self._kill()
+
+    async def _outcome(self, running: commands.Running) -> tuple[int, int]:
+        """Exit status of a command that has ended, and how many processes it leaves."""
+        inspect = self._engine.api.exec_inspect
+        for pause in (0.01, 0.05, 0.25, 1.0):
+            try:
+                found = await self._engine.call(inspect, running.execution)
+            except EngineError as error:
+                if error.status == 404:  # forgotten, with the container that was killed
+                    return OUT_OF_MEMORY, 0
+                raise
+            if not found["Running"]:
+                break
+            await asyncio.sleep(pause)
+        status = found["ExitCode"]
+        return OUT_OF_MEMORY if status is None else int(status), await self._processes()
+
+    async def _processes(self) -> int:
+        if not self._running:
+            return 0
+        found = await self._engine.call(self._engine.api.stats, self._container, stream=False, one_shot=True)
+        return max(0, int((found.get("pids_stats") or {}).get("current") or 0) - _OWN_PROCESSES)
+
+    async def _ran_out_of_memory(self, status: int) -> bool:
+        """Whether the kernel has killed something in here since this was last asked."""
+        text = await asyncio.to_thread(_counters_from_outside, self._pid) if self._engine.here else None
+        if text is None:
+            if status != OUT_OF_MEMORY or not self._running:
+                return False
+            text = await self._counters_from_inside()
+        kills = next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
+        more, self._oom_kills = kills > self._oom_kills, kills
+        return more
+
+    async def _counters_from_inside(self) -> str:
+        captured = commands.Captured(1 << 16)
+        line = ["/bin/sh", "-c", f"cat {' '.join(_OOM_COUNTERS)} 2>/dev/null"]
+        running = await self._begin(line, "/", {}, False)
+        try:
+            await self._attend(running, None, captured, KILL_SECONDS)
+        finally:
+            running.close()
+        return captured.stdout.decode(errors="replace")
+
+    # --- what passes on
+
+    async def _commit(self, repository: str, name: str) -> None:
+        """Keep the file system as the image `repository:name`, which bears the labels of `name`."""
+        borne = {**self._labels, labels.ID: name}
+        changes = [f"LABEL {_quoted(key)}={_quoted(value)}" for key, value in borne.items()]
+        await self._engine.long_call(
+            self._engine.api.commit, self._container, repository, name, changes=changes
+        )
+
+    async def _bequeath(self, heir: "DockerSandbox", read_only: Mapping[str, archives.Tree]) -> None:
+        await self._commit(HEIRS, heir.id)
+        heir._image = replace(self._image, reference=f"{HEIRS}:{heir.id}")
+        heir._owner = self._owner
+        mounts: list[Mapping[str, object]] = []
+        for number, (target, tree) in enumerate({**read_only, "/logs": _LOGS}.items()):
+            volume = f"titogym-{heir.id}-{number}"
+            await volumes.fill(self._engine, heir._image.reference, volume, tree, heir._labels)
+            mounts.append(volumes.mount(volume, target, read_only=target != "/logs"))
+        variables = heir._variables()
+        if "PATH" in variables:  # the image's own programs are found after those that were named
+            own = [part for part in self._image.path.split(":") if part not in variables["PATH"].split(":")]
+            variables["PATH"] = ":".join([variables["PATH"], *filter(None, own)])
+        # A name without a value takes a variable of the agent's container away.
+        dropped = [name for name in self._variables() if name not in variables]
+        await heir.start(
+            mounts=mounts, environment=[*(f"{key}={value}" for key, value in variables.items()), *dropped]
+        )
+
+
+def _counters_from_outside(pid: int) -> str | None:
+    """The memory counters of the container of process `pid`. None where they cannot be seen."""
+    for path in _OOM_COUNTERS:
+        with suppress(OSError):
+            return Path(f"/proc/{pid}/root{path}").read_text()
+    return None
+
+
+def _unpack(spool: IO[bytes], name: str, target: Path) -> None:
+    spool.seek(0)
+    archives.unpack(spool, name, target)
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$").replace("\n", " ")
+    return f'"{escaped}"'
