@@ -1,0 +1,89 @@
+"""SIGKILL of the driver at any moment leaves nothing on the engine once the reaper has passed."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.envs.engine import BUSYBOX, load_images, private_engine
+from titogym.envs.sandboxes.docker import leftovers
+from titogym.envs.sandboxes.docker.backend import DockerBackend
+
+pytestmark = [pytest.mark.docker, pytest.mark.xdist_group("docker")]
+
+DRIVER = """
+import asyncio, random, sys
+from titogym.envs.sandboxes.base import SandboxSpec
+from titogym.envs.sandboxes.docker.backend import DockerBackend
+
+async def work(backend):
+    while True:
+        sandbox = await backend.create(SandboxSpec())
+        await sandbox.exec("sleep 300", timeout=random.random() / 4)
+        snapshot = await sandbox.snapshot()
+        sandbox = await sandbox.successor(read_only={"/tests": {"test.sh": "true"}}, env={})
+        await sandbox.exec("sleep 0.02")
+        await asyncio.gather(backend.delete_snapshot(snapshot), sandbox.destroy())
+
+async def main():
+    backend = DockerBackend(sys.argv[1], image=sys.argv[2])
+    await backend.reap()
+    print("started", flush=True)
+    await asyncio.gather(*(work(backend) for _ in range(3)))
+
+asyncio.run(main())
+"""
+ROUNDS = int(os.environ.get("TITOGYM_TEST_DOCKER_KILLS", "6"))
+SETTLE = 0.5  # s for what the engine was doing when its client died
+
+
+def test_sigkill_at_random_moments():
+    asyncio.run(kill_drivers(ROUNDS))
+
+
+async def kill_drivers(rounds):
+    chance, seen = random.Random(7), 0
+    with private_engine() as address:
+        load_images(address)
+        backend = DockerBackend(address, image=BUSYBOX)
+        await backend.reap()
+        for _ in range(rounds):
+            await asyncio.to_thread(run_and_kill, address, chance.random() * 4)
+            left = await leftovers.leftovers(backend.engine)
+            seen += len(left)
+            reaped = await backend.reap()
+            assert reaped.failed == {}
+            assert set(reaped.destroyed) >= left
+            assert everything(backend.engine.api) == []
+        await backend.close()
+    assert seen > 0, "no sandbox was alive at any of the moments"
+    print(f"{rounds} kills left {seen} sandboxes, all of which the reaper destroyed")
+
+
+def run_and_kill(address, seconds):
+    command = [sys.executable, "-c", DRIVER, address, BUSYBOX]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as driver:
+        assert driver.stdout is not None
+        driver.stdout.readline()
+        time.sleep(seconds)
+        driver.send_signal(signal.SIGKILL)
+    time.sleep(SETTLE)
+
+
+def everything(api):
+    """Containers, volumes and images but those of the tests."""
+    images = [name for found in api.images() for name in found["RepoTags"] or ["nameless"]]
+    return [
+        *(found["Id"] for found in api.containers(all=True)),
+        *(found["Name"] for found in api.volumes()["Volumes"] or ()),
+        *(name for name in images if not name.startswith("titogym-test/")),
+    ]
+
+
+if __name__ == "__main__":  # python -m tests.envs.test_kills 200
+    asyncio.run(kill_drivers(int(sys.argv[1])))
