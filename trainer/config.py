@@ -138,10 +138,15 @@ class HarnessSection(Section):
 
 
 class SandboxSection(Section):
-    """Where the agent's commands run."""
+    """Where the agent's commands run (docs/sandboxes.md)."""
 
+    backend: Text = Field(default="local", description="`local`, `docker`, `daytona`, or a dotted path.")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of that backend, such as `host` and `image` of `docker`."
+    )
     root: PathValue | None = Field(
-        default=None, description="Directory that holds the sandboxes' files; a temporary one when left out."
+        default=None,
+        description="Directory that holds the files of local sandboxes; by default the usual one.",
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from titogym.envs import registry
-from titogym.envs.sandboxes.local import LocalBackend
+from titogym.envs.sandboxes.registry import backend as sandbox_backend
 from titogym.envs.task import Limits, Task
 from titogym.errors import UserError
 from titogym.gateway.client import GatewayClient
@@ -151,7 +151,10 @@ def _cancel_on_sigterm() -> None:
 @asynccontextmanager
 async def _parts(config: RunConfig, prepared: Prepared, up: services.Services) -> AsyncIterator[Parts]:
     """The driver's parts on top of the running services."""
-    backend = LocalBackend(config.sandbox.root, {"run": config.run.dir.name})
+    sandboxes = config.sandbox
+    own = {} if sandboxes.root is None else {"root": sandboxes.root}
+    labels = {"run": config.run.dir.name}
+    backend = sandbox_backend(sandboxes.backend, labels=labels, **own, **sandboxes.options)
     try:
         async with GatewayClient(up.gateway_url, up.admin_key) as client:
             await prepared.harness.prepare()
@@ -182,6 +185,7 @@ async def _parts(config: RunConfig, prepared: Prepared, up: services.Services) -
             )
     finally:
         await prepared.harness.close()
+        await backend.close()
 
 
 def _session_options(config: RunConfig, temperature: float) -> dict[str, Any]:
