@@ -65,7 +65,7 @@ class TrainBatch:
     reference_logprobs: list[NDArray[np.float32]] | None = None  # of the frozen start model
     values: list[NDArray[np.float32]] | None = None  # of the value head, before the first step on this data
     returns: list[NDArray[np.float32]] | None = None  # what the value head learns to predict
-    # Recorded experts `[n_i - 1, layers, top_k]`; those of token t were taken on the way to predict token t + 1.
+    # Recorded experts `[n_i - 1, layers, top_k]`; those of token t go with the log-prob of token t + 1.
     routes: list[NDArray[np.unsignedinteger]] | None = None
     lags: list[NDArray[np.float32]] | None = None  # versions behind of the sampling weights; -1: not known
 
@@ -74,10 +74,8 @@ class TrainBatch:
 
     def subset(self, indices: Sequence[int]) -> "TrainBatch":
         """The sequences at `indices`, in that order."""
-        columns = {column.name: getattr(self, column.name) for column in fields(self)}
-        return TrainBatch(
-            **{
-                name: [column[i] for i in indices] if isinstance(column, list) else column
-                for name, column in columns.items()
-            }
-        )
+        picked: dict[str, Any] = {}
+        for column in fields(self):
+            held = getattr(self, column.name)
+            picked[column.name] = [held[i] for i in indices] if isinstance(held, list) else held
+        return TrainBatch(**picked)

@@ -6,7 +6,14 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from titogym.trainer.batch import TrainBatch
 
@@ -22,6 +29,8 @@ SIZES = {
     "max_position_embeddings": 512,
     "initializer_range": 0.1,
 }
+EXPERTS, TOP_K = 4, 2
+MOE = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 48, "head_dim": 16}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -43,6 +52,15 @@ KINDS: dict[str, tuple[Any, Any]] = {
     ),
     "qwen3-untied": (Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False)),
     "llama-untied": (LlamaForCausalLM, LlamaConfig(**SIZES, tie_word_embeddings=False)),
+    "qwen3-moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(**SIZES, **MOE, norm_topk_prob=True, tie_word_embeddings=False),
+    ),
+    # its first layer has no experts, and the weights of those taken do not add up to 1
+    "qwen3-moe-mixed": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(**SIZES, **MOE, norm_topk_prob=False, tie_word_embeddings=False, mlp_only_layers=[0]),
+    ),
     "llama3-rope-tied": (
         LlamaForCausalLM,
         LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),

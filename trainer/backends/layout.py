@@ -28,8 +28,8 @@ class Layout:
         ranks = self.world // self.pipeline
         if ranks % expert_block:
             return (
-                f"expert_parallel x expert_tensor_parallel = {expert_block} does not divide the {ranks} ranks "
-                "of a pipeline stage (tensor x context x data parallel)"
+                f"expert_parallel x expert_tensor_parallel = {expert_block} does not divide the {ranks} "
+                "ranks of a pipeline stage (tensor x context x data parallel)"
             )
         return None
 

@@ -5,12 +5,12 @@ Every rank computes the same plan from the whole batch, so nothing about it has 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
 
 # (sequence, its scored entries), for each sequence of a microbatch
 Members = tuple[tuple[int, NDArray[np.int64]], ...]
@@ -130,6 +130,10 @@ def _microbatch(
         end = start + lengths[i]
         ids[start:end], real[start:end] = tokens[i][: lengths[i]], True
         if rows is not None and routes is not None:
+            if len(routes[i]) < lengths[i]:
+                raise ValueError(
+                    f"sequence {i} has {len(routes[i])} rows of expert routes, but needs {lengths[i]}"
+                )
             rows[start:end] = routes[i][: lengths[i]]
     for start, length in zip(starts, padded, strict=False):
         places[start : start + length] = np.arange(length)
@@ -165,7 +169,7 @@ def _local(starts: NDArray[np.int64], share: Share) -> NDArray[np.int64]:
     if share.context_size == 1:
         return np.arange(int(starts[-1]))
     picked = []
-    for start, end in zip(starts, starts[1:], strict=False):
+    for start, end in pairwise(starts):
         chunks = np.arange(start, end).reshape(2 * share.context_size, -1)
         picked += [chunks[share.context_rank], chunks[-1 - share.context_rank]]
     return np.concatenate(picked)

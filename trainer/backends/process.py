@@ -31,6 +31,7 @@ class TrainerError(UserError):
 class TrainerProcess:
     """Mirrors `Backend` over a pipe, one call at a time; every call blocks.
 
+    It is rank 0 of as many ranks as the spec's layout has; the others are its children.
     The process starts at once and loads torch while the caller goes on. It dies with this one, even by
     SIGKILL. Create it in the main thread. Every method raises `UserError` with the backend's sentence,
     or `TrainerError` with its message, or with how the process ended.
@@ -41,7 +42,7 @@ class TrainerProcess:
         with theirs:
             self._child = processes.spawn(
                 "trainer",
-                [sys.executable, "-m", "titogym.trainer.backends.worker", str(theirs.fileno())],
+                [sys.executable, "-m", "titogym.trainer.backends.worker", str(theirs.fileno()), str(log)],
                 log=log,
                 env=_thread_settings(spec),
                 pass_fds=[theirs.fileno()],
@@ -141,6 +142,9 @@ class TrainerProcess:
                 report(*value)
             elif kind == "user_error":
                 raise UserError(value)
+            elif kind == "lost":
+                self.close()
+                raise TrainerError(f"The trainer had to end: {value} (more in {self._child.log})")
             elif kind == "error":
                 raise TrainerError(f"The trainer failed: {value} (more in {self._child.log})")
             elif kind == "result":

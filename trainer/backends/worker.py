@@ -1,18 +1,22 @@
 """The trainer process: a backend that answers calls from a pipe. Started by `process.TrainerProcess`."""
 
+import os
 import sys
-import traceback
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-from titogym.errors import UserError
-from titogym.trainer.backends.base import Backend, BackendSpec
-from titogym.trainer.sft import Example, SftConfig, sft
 from titogym.trainer.weights.broadcast import WeightBroadcast
+
+from titogym.trainer.backends.base import Backend, BackendSpec
+from titogym.trainer.backends.ranks import RanksLost, Team, attempt
+from titogym.trainer.sft import Example, SftConfig, sft
 from titogym.trainer.weights.settings import BroadcastSettings
 
 # name -> class of the backend
@@ -36,10 +40,11 @@ class Worker:
         }
     )
 
-    def __init__(self, spec: BackendSpec, connection: Connection) -> None:
+    def __init__(self, spec: BackendSpec, send: Callable[[object], None]) -> None:
         module, _, name = BACKENDS[spec.backend].rpartition(".")
         self._backend: Backend = getattr(import_module(module), name)(spec)
-        self._connection = connection
+        self._send = send
+        self._first = os.environ.get("RANK", "0") == "0"
         self._weights: WeightBroadcast | None = None
 
     def answer(self, method: str, arguments: Sequence[Any]) -> Any:
@@ -55,46 +60,73 @@ class Worker:
 
     def _sft(self, examples: Sequence[Example], config: SftConfig) -> dict[str, float]:
         def report(step: int, steps: int, metrics: dict[str, float]) -> None:
-            self._connection.send(("progress", (step, steps, metrics)))
+            if self._first:
+                self._send(("progress", (step, steps, metrics)))
 
         return sft(self._backend, examples, config, report)
 
     def _connect(self, urls: Sequence[str], settings: BroadcastSettings) -> None:
+        if not self._first:
+            return
         if self._weights is not None:
             self._weights.close()
         self._weights = WeightBroadcast(urls, settings)
         self._weights.connect()
 
     def _publish(self, version: int) -> dict[str, float]:
+        if not self._first:
+            for (
+                _
+            ) in self._backend.export():  # every rank has a part in it; rank 0 alone sends what comes of it
+                pass
+            return {}
         if self._weights is None:
             raise RuntimeError("publish_weights before connect_engines")
         return self._weights.publish(self._backend.export(), str(version))
 
 
-def main(descriptor: int) -> None:
-    """Serve calls until the other end closes. The first message is the spec; no backend, no service."""
+def main(descriptor: int, log: Path | None) -> None:
+    """Serve calls until the other end closes. The first message is the spec; no backend, no service.
+
+    Rank 0, which the driver starts, answers with how all ranks have ended the call; the others, which rank 0
+    starts, with how they did.
+    """
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
     connection = Connection(descriptor)
-    worker: Worker | None = None
+    sending = threading.Lock()
+
+    def send(message: object) -> None:
+        with sending:
+            connection.send(message)
+
+    def give_up(why: str) -> None:
+        send(("lost", why))
+        os._exit(1)
+
     with suppress(EOFError, ConnectionError):
+        spec: BackendSpec = connection.recv()
+        team = Team(spec, log, give_up) if log is not None and spec.layout.world > 1 else None
+        leads = "RANK" not in os.environ or os.environ["RANK"] == "0"
+        worker: Worker | None = None
+
+        def begin() -> None:
+            nonlocal worker
+            worker = Worker(spec, send)
+
+        outcome = attempt(begin)
         while True:
-            message = connection.recv()
             try:
-                if worker is None:
-                    worker = Worker(message, connection)
-                    result = None
-                else:
-                    result = worker.answer(*message)
-            except UserError as error:
-                connection.send(("user_error", str(error)))
-            except Exception as error:
-                traceback.print_exc()
-                connection.send(("error", f"{type(error).__name__}: {error}"))
-            else:
-                connection.send(("result", result))
+                kind, value = team.agree(outcome) if team is not None else outcome
+            except RanksLost as error:
+                give_up(str(error))
+            send((kind, value if leads else None) if kind == "result" else (kind, value))
             if worker is None:
                 return
+            message = connection.recv()
+            if team is not None:
+                team.call(message)
+            outcome = attempt(partial(worker.answer, *message))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None)

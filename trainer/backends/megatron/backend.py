@@ -29,7 +29,7 @@ from titogym.errors import UserError
 from titogym.trainer.backends import hf_directory, versions
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.megatron import checkpoint, compat, hf_weights, parallel
-from titogym.trainer.backends.megatron.model import build
+from titogym.trainer.backends.megatron.model import build, expert_count
 from titogym.trainer.backends.megatron.replay import Replay
 from titogym.trainer.backends.packing import Members, Microbatch, microbatches, scatter
 from titogym.trainer.backends.schedule import learning_rate
@@ -119,7 +119,7 @@ class MegatronBackend:
 
     def load(self, path: Path) -> None:
         version, step = versions.latest(path, self._config)
-        checkpoint.read(version, self.model, self._optimizer)
+        checkpoint.read(version, self.model, self._optimizer, step)
         self.step = step
 
     def save_hf(self, model_dir: Path) -> None:
@@ -138,7 +138,7 @@ class MegatronBackend:
         self._reference: list[Tensor] | None = None
         self._source = source
         self.step = 0
-        if self.spec.replay_routes and not config.get("num_experts"):
+        if self.spec.replay_routes and not expert_count(config):
             raise UserError("trainer.r3 replays the experts of a mixture-of-experts model: set it to false")
 
     def _make_optimizer(self) -> None:
@@ -187,6 +187,12 @@ class MegatronBackend:
             if batch.routes is None:
                 raise ValueError("the batch has no expert routes to replay")
             routes = batch.routes
+            wanted = (self._config["num_hidden_layers"], self._config["num_experts_per_tok"])
+            for i, rows in enumerate(routes):
+                if rows.shape[1:] != wanted:
+                    raise ValueError(
+                        f"the expert routes of sequence {i} are {rows.shape[1:]} per token, not {wanted}"
+                    )
         return microbatches(
             batch.tokens,
             batch.loss_mask,

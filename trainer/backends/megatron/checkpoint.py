@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from titogym.trainer.backends.megatron import compat
 from titogym.trainer.backends.megatron.model import PolicyModel
 
-# Optimizer state is gathered over data-parallel ranks into tensors of the model's own shapes.
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+# Megatron's name for: optimizer state as tensors of the model's own shapes, whatever ranks hold of them.
+_SHARDING = "fully_reshardable"
 
 
 class _InProcessStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
@@ -43,30 +43,44 @@ def write(version: Path, model: PolicyModel, optimizer: MegatronOptimizer) -> No
     dist_checkpointing.save(state, str(version), _InProcessStrategy("torch_dist", 1))
 
 
-def read(version: Path, model: PolicyModel, optimizer: MegatronOptimizer) -> None:
-    """Restore what `write` has written, in whatever layout. Collective."""
+def read(version: Path, model: PolicyModel, optimizer: MegatronOptimizer, step: int) -> None:
+    """Restore what `write` has written after `step` steps, in whatever layout. Collective."""
     state = dist_checkpointing.load(_state(model, optimizer, is_loading=True), str(version))
     model.load_state_dict(state["model"])
-    with compat.on_this_device():
-        optimizer.load_state_dict(state["optimizer"])
-    for part in _parts(optimizer):
-        for held in part.state.values():
+    for i, part in enumerate(_parts(optimizer)):
+        settings = part.state_dict()
+        for group in settings["optimizer"]["param_groups"]:
+            group["step"] = step
+        with compat.on_this_device():
+            part.load_state_dict(
+                settings | {"param_state": state["optimizer"][i], "param_state_sharding_type": _SHARDING}
+            )
+        for held in part.optimizer.state.values():
             if "step" in held:  # all hold the same tensor now, which each of them would count up
                 held["step"] = held["step"].clone()
 
 
 def _state(model: PolicyModel, optimizer: MegatronOptimizer, *, is_loading: bool) -> dict[str, Any]:
-    for part in _parts(optimizer):
-        _begin(part)
+    """Tensors only, under names of the whole model.
+
+    What else an optimizer would save (its groups and their settings) differs between layouts, and the run
+    has it anyway.
+    """
     weights = model.sharded_state_dict()
-    with compat.on_this_device():
-        optimizer_state = optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=_METADATA)
-    return {"model": weights, "optimizer": optimizer_state}
+    moments = {}
+    for i, part in enumerate(_parts(optimizer)):
+        _begin(part.optimizer)
+        with compat.on_this_device():
+            state = part.sharded_state_dict(
+                weights, is_loading=is_loading, metadata={"distrib_optim_sharding_type": _SHARDING}
+            )
+        moments[i] = state["param_state"]
+    return {"model": weights, "optimizer": moments}
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    """The torch optimizers inside: one for dense parameters, one for experts."""
-    return [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+    """Megatron's distributed optimizers: one for dense parameters, and one for experts that are spread out."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def _begin(optimizer: torch.optim.Optimizer) -> None:

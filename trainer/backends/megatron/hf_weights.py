@@ -1,4 +1,4 @@
-"""Weights by their Hugging Face names: reading, writing, and the mapping to Megatron's fused, sharded tensors.
+"""Weights by their Hugging Face names: reading, writing, mapping to Megatron's fused, sharded tensors.
 
 The mapping only cuts and joins rows and columns, so a round trip is exact to the bit in every layout.
 """
@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from titogym.errors import UserError
-from titogym.trainer.backends.megatron.model import ARCHITECTURES, PolicyModel, moe_layers
+from titogym.trainer.backends.megatron.model import ARCHITECTURES, PolicyModel, expert_count, moe_layers
 
 _INDEX = "model.safetensors.index.json"
 
@@ -118,7 +118,7 @@ def slots(config: Mapping[str, Any]) -> Iterator[Slot]:
         if not moe:
             yield from _mlp(slot, "mlp.", f"{there}mlp.", hidden, config["intermediate_size"])
             continue
-        experts = config["num_experts"]
+        experts = expert_count(config)
         yield slot("mlp.router.weight", (f"{there}mlp.gate.weight",), ((experts, hidden),), _replicated())
         for expert in range(experts):
             prefix = "mlp.experts.local_experts.{expert}."
@@ -150,9 +150,7 @@ class Placement:
         self._offset = get_transformer_layer_offset(model.config)
         self._stages = parallel_state.get_pipeline_model_parallel_world_size()
         self._layers_per_stage = config["num_hidden_layers"] // self._stages
-        self._experts_per_rank = (
-            config.get("num_experts") or 1
-        ) // parallel_state.get_expert_model_parallel_world_size()
+        self._experts_per_rank = expert_count(config) // parallel_state.get_expert_model_parallel_world_size()
 
     def stage(self, slot: Slot) -> int:
         if isinstance(slot.layer, int):
@@ -264,7 +262,8 @@ def import_weights(model: PolicyModel, model_dir: Path, config: Mapping[str, Any
         for name, shape in zip(slot.names, slot.shapes, strict=True):
             if (found := _shape(files[name], name)) != shape:
                 raise UserError(
-                    f"{name} in {model_dir} has shape {list(found)}, but its config.json asks for {list(shape)}"
+                    f"{name} in {model_dir} has shape {list(found)}, but its config.json asks for "
+                    f"{list(shape)}"
                 )
         if parameter is not None:
             parts = [_read(files[name], name) for name in slot.names]

@@ -9,8 +9,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
     vocab_parallel_cross_entropy,
 )
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -71,8 +75,8 @@ def check_layout(config: Mapping[str, Any], layout: Layout) -> None:
     if problem := layout.problem():
         raise UserError(f"The ranks cannot be arranged as {layout}: {problem}")
     heads = config["num_attention_heads"]
-    experts = config.get("num_experts") if is_moe(config) else None
-    if layout.expert > 1 and experts is None:
+    experts = expert_count(config)
+    if layout.expert > 1 and not experts:
         raise UserError("trainer.expert_parallel needs a mixture-of-experts model: set it to 1")
     expert_tensor = layout.expert_tensor or layout.tensor
     cuts = [
@@ -82,7 +86,7 @@ def check_layout(config: Mapping[str, Any], layout: Layout) -> None:
         ("intermediate_size", config["intermediate_size"], "tensor_parallel", layout.tensor),
         ("num_hidden_layers", config["num_hidden_layers"], "pipeline_parallel", layout.pipeline),
     ]
-    if experts is not None:
+    if experts:
         cuts += [
             ("num_experts", experts, "expert_parallel", layout.expert),
             (
@@ -99,14 +103,15 @@ def check_layout(config: Mapping[str, Any], layout: Layout) -> None:
             )
 
 
-def is_moe(config: Mapping[str, Any]) -> bool:
-    return str(config["architectures"][0]) == "Qwen3MoeForCausalLM"
+def expert_count(config: Mapping[str, Any]) -> int:
+    """Experts of each layer that has them; 0 for a dense model. The key depends on transformers' version."""
+    return int(config.get("num_experts") or config.get("num_local_experts") or 0)
 
 
 def moe_layers(config: Mapping[str, Any]) -> list[bool]:
     """Of each layer, whether it has experts."""
     count = config["num_hidden_layers"]
-    if not is_moe(config):
+    if not expert_count(config):
         return [False] * count
     step, dense = config.get("decoder_sparse_step") or 1, set(config.get("mlp_only_layers") or [])
     return [i not in dense and (i + 1) % step == 0 for i in range(count)]
@@ -117,9 +122,9 @@ def transformer_config(config: Mapping[str, Any], spec: BackendSpec) -> Transfor
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     layout, dtype = spec.layout, getattr(torch, spec.dtype)
     experts: dict[str, Any] = {}
-    if is_moe(config):
+    if expert_count(config):
         experts = {
-            "num_moe_experts": config["num_experts"],
+            "num_moe_experts": expert_count(config),
             "moe_layer_freq": [int(moe) for moe in moe_layers(config)],
             "moe_router_topk": config["num_experts_per_tok"],
             "moe_ffn_hidden_size": config["moe_intermediate_size"],
@@ -259,7 +264,7 @@ def build(config: Mapping[str, Any], spec: BackendSpec) -> PolicyModel:
     check_layout(config, spec.layout)
     decoder = transformer_config(config, spec)
     rotary = rope(config)
-    return PolicyModel(
+    model = PolicyModel(
         decoder,
         _layers(decoder),
         vocab_size=config["vocab_size"],
@@ -273,6 +278,17 @@ def build(config: Mapping[str, Any], spec: BackendSpec) -> PolicyModel:
         rope_scaling_factor=rotary.get("factor", 1.0),
         value_head=spec.value_head,
     )
+    _mark_cut_weights(model)
+    return model
+
+
+def _mark_cut_weights(model: PolicyModel) -> None:
+    """Tell shards from copies, as the norm of the gradient needs to; megatron does so when it draws weights."""
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding | RowParallelLinear):
+            if module.weight is not None:  # None: the output layer takes the tied matrix
+                dim = 1 if isinstance(module, RowParallelLinear) else 0
+                set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 
 
 def _layers(decoder: TransformerConfig) -> TransformerBlockSubmodules:

@@ -109,11 +109,11 @@ class Replay:
             router.router_replay.forward_is_over()
 
     def own_routes(self) -> list[Tensor]:
-        """The routers' own choices in the last forward pass, `[tokens, top_k]` for each layer of this rank."""
+        """The routers' own choices in the last forward pass, `[tokens, top_k]` per layer of this rank."""
         return [router.router_replay.own for _, router in self._layers]
 
     def take_counts(self) -> Tensor:
-        """`LayerReplay.counts` since the last call, over the layers of this rank; clears what is left over."""
+        """`LayerReplay.counts` since the last call, over this rank's layers; clears what is left over."""
         counts = torch.zeros(3, dtype=torch.int64)
         for _, router in self._layers:
             counts += router.router_replay.counts

@@ -1,0 +1,144 @@
+"""The ranks of one trainer. Rank 0 hears the driver, passes every call on, and answers when all agree.
+
+The ranks talk to one another over torch.distributed in the middle of a call; here go only the calls and how
+they ended. Whatever happens to a rank, the driver gets an answer that names it: a dead one is noticed at
+once by the end of its pipe, one that hangs by the time limit of the collective that waits for it.
+"""
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+from titogym import processes
+from titogym.errors import UserError
+from titogym.trainer.backends.base import BackendSpec
+
+_GRACE = 10.0  # seconds for the other ranks to fail too, once one has
+
+# How a call ended: its value, or the message of what it raised.
+Kind = Literal["result", "user_error", "error"]
+Outcome = tuple[Kind, Any]
+
+
+class RanksLost(Exception):
+    """The ranks no longer work together; the message names those at fault. The trainer has to end."""
+
+
+def attempt(call: Callable[[], Any]) -> Outcome:
+    """How `call` ends. What is no mistake of the user's is written to the log in full."""
+    try:
+        return "result", call()
+    except UserError as error:
+        return "user_error", str(error)
+    except Exception as error:
+        traceback.print_exc()
+        return "error", f"{type(error).__name__}: {error}"
+
+
+class Team:
+    """Ranks 1, 2, ... on this machine, started by rank 0 and dying with it. Make it in the main thread.
+
+    `give_up` is called, from another thread, when this rank is stuck in a call because of another one.
+    """
+
+    def __init__(self, spec: BackendSpec, log: Path, give_up: Callable[[str], None]) -> None:
+        self._patience = spec.timeout
+        self._give_up = give_up
+        self._outcomes: queue.SimpleQueue[tuple[int, Outcome | None]] = queue.SimpleQueue()
+        self._waiting = threading.Event()  # this rank has done its part of the call
+        self._ranks: dict[int, tuple[processes.Child, Connection]] = {}
+        world = spec.layout.world
+        common = {
+            "WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(processes.free_port()),
+        }
+        for rank in range(1, world):
+            self._start(rank, common, log.with_name(f"{log.stem}-rank{rank}{log.suffix}"), spec)
+        os.environ |= common | {"RANK": "0", "LOCAL_RANK": "0"}
+
+    def call(self, message: tuple[str, Sequence[Any]]) -> None:
+        """Pass a call on, before this rank does its own part of it."""
+        self._waiting.clear()
+        for _, connection in self._ranks.values():
+            with suppress(OSError):  # a dead rank is reported by `agree`
+                connection.send(message)
+
+    def agree(self, own: Outcome) -> Outcome:
+        """Wait until every rank has ended the call as this one did. Raises `RanksLost` when one did not."""
+        self._waiting.set()
+        outcomes: dict[int, Outcome] = {0: own}
+        patience = self._patience if own[0] == "result" else _GRACE
+        while missing := self._ranks.keys() - outcomes.keys():
+            try:
+                rank, outcome = self._outcomes.get(timeout=patience)
+            except queue.Empty:
+                names = ", ".join(map(str, sorted(missing)))
+                raise RanksLost(f"rank {names} did not answer in time{_said(outcomes)}") from None
+            if outcome is None:
+                raise RanksLost(self._how_ended(rank))
+            outcomes[rank] = outcome
+        ends = {(kind, None if kind == "result" else value) for kind, value in outcomes.values()}
+        if len(ends) > 1:
+            raise RanksLost(f"the ranks did not agree{_said(outcomes)}")
+        return own
+
+    def _start(self, rank: int, common: dict[str, str], log: Path, spec: BackendSpec) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            child = processes.spawn(
+                f"trainer rank {rank}",
+                [sys.executable, "-m", "titogym.trainer.backends.worker", str(theirs.fileno())],
+                log=log,
+                env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                pass_fds=[theirs.fileno()],
+            )
+        connection = Connection(ours.detach())
+        connection.send(spec)
+        self._ranks[rank] = child, connection
+        threading.Thread(target=self._listen, args=(rank, connection), daemon=True).start()
+
+    def _listen(self, rank: int, connection: Connection) -> None:
+        outcome: Outcome | None = None
+        while True:
+            try:
+                outcome = connection.recv()
+            except (EOFError, OSError):
+                outcome = None
+            self._outcomes.put((rank, outcome))
+            failed = outcome is None or outcome[0] != "result"
+            if failed and not self._waiting.wait(_GRACE):
+                said = self._how_ended(rank) if outcome is None else f"rank {rank} failed: {outcome[1]}"
+                self._give_up(said)
+            if outcome is None:
+                return
+
+    def _how_ended(self, rank: int) -> str:
+        child, _ = self._ranks[rank]
+        with suppress(subprocess.TimeoutExpired):
+            child.process.wait(2)
+        status = child.process.returncode
+        if status is None:
+            how = "closed its pipe"
+        elif status < 0:
+            how = f"was killed by {signal.Signals(-status).name}"
+        else:
+            how = f"ended with status {status}"
+        return f"rank {rank} {how}; the end of {child.log}:\n{child.log_tail()}"
+
+
+def _said(outcomes: dict[int, Outcome]) -> str:
+    return "".join(
+        f"; rank {rank}: {'done' if kind == 'result' else value}"
+        for rank, (kind, value) in sorted(outcomes.items())
+    )
