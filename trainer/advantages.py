@@ -64,7 +64,8 @@ def rloo(rewards: Sequence[float]) -> Floats:
     (RLOO, Ahmadian et al. 2024, "Back to basics", eq. 8.)
     """
     r = np.asarray(rewards, dtype=np.float64)
-    return (r - r.mean()) * (len(r) / (len(r) - 1))
+    centred: Floats = r - r.mean()
+    return centred * (len(r) / (len(r) - 1))
 
 
 def discounted(rewards: Floats, gamma: float) -> Floats:

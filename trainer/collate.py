@@ -36,7 +36,7 @@ def train_batch(
 
 
 def add_advantages(batch: TrainBatch, groups: Sequence[Group], algorithm: AlgorithmSection) -> None:
-    """Fill in the advantages of the batch that `train_batch` made of `groups`, and returns where they are due.
+    """Fill in advantages, and returns where they are due, of what `train_batch` made of `groups`.
 
     Log-probs, reference and values that `algorithm` needs are in `batch` already.
     """

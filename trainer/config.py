@@ -41,7 +41,7 @@ class RunSection(Section):
     )
     driver: Literal["async", "sync"] = Field(
         default="async",
-        description="`async`: rollout and training overlap. `sync`: they take turns, and every step trains on "
+        description="`async`: rollout and training overlap. `sync`: they take turns, and a step trains on "
         "what the newest weights have sampled.",
     )
     seed: int = Field(default=0, description="Seeds the order of tasks and the trainer.")
@@ -163,8 +163,8 @@ class RolloutSection(Section):
     )
     refill: Literal["sample", "group"] = Field(
         default="sample",
-        description="When an episode's place is free again: when it ends (`sample`), or when its whole `group` "
-        "has ended.",
+        description="When an episode's place is free again: when it ends (`sample`), or when its whole "
+        "`group` has ended.",
     )
     min_episodes: Count = Field(
         default=2, description="A group with fewer usable episodes is not trained on; the others failed."
@@ -176,7 +176,7 @@ class RolloutSection(Section):
     )
     over_sampling_groups: Whole = Field(
         default=0,
-        description='With run.driver = "sync": further groups started per step; what still runs when the step '
+        description='With run.driver = "sync": further groups started per step; what still runs when it '
         "has its groups is aborted and collected again later.",
     )
     temperature: Positive = Field(
@@ -221,12 +221,12 @@ class BufferSection(Section):
     )
     on_timeout: Literal["keep", "drop"] = Field(
         default="keep",
-        description="Whether an attempt that ran out of time is trained on with its grade, or counts as failed.",
+        description="Whether an attempt that ran out of time is trained on with its grade, or has failed.",
     )
     filter: Text = Field(
         default="none",
-        description="Which groups the trainer sees: `none` filters nothing, `mixed_rewards` keeps those whose "
-        "episodes differ in reward, or a dotted path to a function `(Group) -> True, or why not`.",
+        description="Which groups the trainer sees: `none` filters nothing, `mixed_rewards` keeps those "
+        "whose episodes differ in reward, or a dotted path to a function `(Group) -> True, or why not`.",
     )
     max_filtered_in_a_row: Count = Field(
         default=1000, description="The run stops when the filter has refused this many groups in a row."
@@ -424,11 +424,38 @@ class EvalSection(Section):
     split: Text = Field(default="test", description="Split of a generator to evaluate on.")
     seed: int = Field(default=0, description="Seed of a generator's tasks.")
     count: Count = Field(default=64, description="Tasks to evaluate on.")
+    place: Literal["shared", "dedicated", "external"] = Field(
+        default="shared",
+        description="`shared`: on the rollout's engines, training waits. `dedicated`: on the engines of "
+        "eval.urls, training goes on. `external`: a snapshot is left in run.dir/eval for others to score.",
+    )
+    urls: list[Text] = Field(
+        default_factory=list,
+        description='With place = "dedicated": SGLang servers with the same model, which can read run.dir.',
+    )
     every: Whole = Field(default=0, description="Also evaluate every so many steps; 0: never in between.")
     samples_per_task: Count = Field(
         default=1, description="Episodes per task; their mean is the task's score."
     )
     temperature: NonNegative = Field(default=0.0, description="Sampling temperature; 0 is greedy decoding.")
+
+
+class TrackingSection(Section):
+    """Where figures go beside metrics.jsonl, all under the same names (docs/metrics.md)."""
+
+    tensorboard: bool = Field(
+        default=False, description="Write TensorBoard events to run.dir/tensorboard; needs titogym[tracking]."
+    )
+    wandb: bool = Field(
+        default=False,
+        description="Write an offline W&B run to run.dir/wandb, for `wandb sync`; needs titogym[tracking].",
+    )
+    wandb_project: Text = Field(default="titogym", description="W&B project of that run.")
+    port: Annotated[int, Field(ge=0, le=65535)] | None = Field(
+        default=None,
+        description="Serve the live page, and Prometheus metrics at /metrics, on this port of 127.0.0.1; 0 "
+        "takes a free one. Left out: neither (`titogym runs watch` shows the page as well).",
+    )
 
 
 class RunConfig(Section):
@@ -448,6 +475,7 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection | None = None
+    tracking: TrackingSection = TrackingSection()
 
     @model_validator(mode="after")
     def _possible(self) -> "RunConfig":
@@ -538,6 +566,16 @@ def _impossible(config: RunConfig) -> Iterator[str]:
             "engine.urls to let the run start its own"
         )
     if evaluation is not None:
+        if (evaluation.place == "dedicated") != bool(evaluation.urls):
+            yield (
+                'eval.place = "dedicated" and eval.urls, the engines to evaluate on, go together: set both '
+                "or neither"
+            )
+        if both := set(evaluation.urls) & set(config.engine.urls):
+            yield (
+                f"{min(both)} is in eval.urls and in engine.urls: dedicated engines serve evaluation alone, "
+                'so remove it from one, or set eval.place = "shared"'
+            )
         training = config.environment
         source = evaluation.source or training.source
         if (source, evaluation.split, evaluation.seed) == (training.source, training.split, training.seed):
@@ -560,6 +598,9 @@ def _impossible_training(trainer: TrainerSection, optimizer: OptimizerConfig) ->
         )
 
 
+_GROUP_RELATIVE = ("grpo", "grpo_no_std", "rloo")
+_TOKEN_LEVEL = ("reinforce_plus_plus", "gae")
+
 # key -> what gives it an effect, and whether that is so
 _EFFECTS: tuple[tuple[str, str, Callable[[AlgorithmSection], bool]], ...] = (
     ("kl_estimator", 'algorithm.kl = "loss"', lambda a: a.kl != "none"),
@@ -570,7 +611,6 @@ _EFFECTS: tuple[tuple[str, str, Callable[[AlgorithmSection], bool]], ...] = (
     ("sequence_mask_low", 'algorithm.sequence_mask = "geometric"', lambda a: a.sequence_mask != "none"),
     ("sequence_mask_high", 'algorithm.sequence_mask = "geometric"', lambda a: a.sequence_mask != "none"),
 )
-_GROUP_RELATIVE = ("grpo", "grpo_no_std", "rloo")
 
 
 def _without_effect(algorithm: AlgorithmSection) -> Iterator[str]:
@@ -589,9 +629,6 @@ def _without_effect(algorithm: AlgorithmSection) -> Iterator[str]:
                 f'algorithm.{key} = "{value}" is neither {" nor ".join(known)} nor a dotted path such as '
                 '"package.module:function"'
             )
-
-
-_TOKEN_LEVEL = ("reinforce_plus_plus", "gae")
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:

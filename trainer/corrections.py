@@ -25,14 +25,8 @@ Torch is imported here: these functions run in the trainer process only.
 import torch
 from torch import Tensor
 
+from titogym.trainer.bins import HISTOGRAM_EDGES, HISTOGRAM_NAMES, LAG_BUCKETS
 from titogym.trainer.config import LossConfig
-
-# Upper edges of the bins of m; the last bin is open. Finest about 1, where a healthy run has its mass.
-HISTOGRAM_EDGES = (0.0625, 0.25, 0.5, 0.8, 0.9, 0.98, 0.998, 1.002, 1.02, 1.1, 1.25, 2.0, 4.0, 16.0)
-HISTOGRAM = "tis/histogram/"
-HISTOGRAM_NAMES = tuple(f"{HISTOGRAM}{edge:g}" for edge in (*HISTOGRAM_EDGES, float("inf")))
-# Versions behind, from and to, by which the mismatch is reported.
-LAG_BUCKETS = (("0", 0, 0), ("1", 1, 1), ("2", 2, 2), ("3", 3, 3), ("4_7", 4, 7), ("8_up", 8, 10**9))
 
 
 def sequence_sums(values: Tensor, sequences: Tensor) -> Tensor:

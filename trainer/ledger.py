@@ -2,7 +2,7 @@
 
 import random
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,17 +46,17 @@ class TaskOrder:
 class TaskLedger:
     """Hands out assignments and keeps those that are neither trained on nor given up.
 
-    Its state in a checkpoint makes a resumed run collect again exactly the groups that were in flight or
-    in the buffer: none is lost, none is trained on twice.
+    Its state in a checkpoint makes a resumed run collect again exactly the groups that were in flight: none
+    is lost, none is trained on twice. `held` are the groups that wait in a restored buffer.
     """
 
-    def __init__(self, order: TaskOrder, state: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, order: TaskOrder, state: Mapping[str, Any] | None = None, held: Collection[int] = ()
+    ) -> None:
         self._order = order
         self._cursor: int = state["cursor"] if state else 0
-        self._again: deque[tuple[int, int]] = (
-            deque(tuple(owed) for owed in state["owed"]) if state else deque()
-        )
-        self._owed: dict[int, int] = dict(self._again)  # index -> attempt
+        self._owed: dict[int, int] = dict(state["owed"]) if state else {}  # index -> attempt
+        self._again = deque(owed for owed in self._owed.items() if owed[0] not in held)
 
     def next(self) -> Assignment:
         """The next group to collect: those sent round again come first."""
@@ -72,6 +72,10 @@ class TaskLedger:
         """Collect `group` again, under the attempt that it carries."""
         self._owed[group.index] = group.attempt
         self._again.append((group.index, group.attempt))
+
+    def give_back(self, assignment: Assignment) -> None:
+        """`assignment` was aborted: collect it again, as the same attempt."""
+        self._again.append((assignment.index, assignment.attempt))
 
     def settle(self, index: int) -> None:
         """The group at `index` was trained on, dropped or discarded: it is no longer owed."""

@@ -10,7 +10,8 @@ with `<x> = sum_t mask_t x_t / normalizer`, the surrogate `S` of `algorithm.loss
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +21,9 @@ from torch import Tensor
 from titogym import dotted
 from titogym.trainer import kl
 from titogym.trainer.batch import TrainBatch
+from titogym.trainer.bins import HISTOGRAM
 from titogym.trainer.config import LossConfig
-from titogym.trainer.corrections import HISTOGRAM, correction_metrics, correction_weights, sequence_means
+from titogym.trainer.corrections import correction_metrics, correction_weights, sequence_means
 
 Gather = Callable[[list[NDArray[np.float32]]], Tensor]
 
@@ -48,8 +50,11 @@ class LossInputs:
 
     def where(self, selected: Tensor) -> "LossInputs":
         """Only the tokens at which `selected` `[m]` is true."""
-        columns = {column.name: getattr(self, column.name) for column in fields(self)}
-        return replace(self, **{k: None if v is None else v[selected] for k, v in columns.items()})
+        picked: dict[str, Any] = {}
+        for column in fields(self):
+            held = getattr(self, column.name)
+            picked[column.name] = None if held is None else held[selected]
+        return LossInputs(**picked)
 
 
 # What is maximised, per token `[m]`. `algorithm.loss` may name one by dotted path.

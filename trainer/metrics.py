@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from titogym.trainer.batch import Group
-from titogym.trainer.buffer import GroupBuffer, age
+from titogym.trainer.bins import HISTOGRAM, LAG_BUCKETS
+from titogym.trainer.buffer import Buffer, age
 from titogym.trainer.rollout import RolloutWorker
 
 Figures = dict[str, float]
-Bottleneck = Literal["rollout", "trainer", "balanced"]
+Bottleneck = Literal["rollout", "trainer", "staleness", "balanced"]
 
 # The names that a step writes to metrics.jsonl, with their meanings; a backend may add its own.
 MEANINGS = {
@@ -30,13 +31,18 @@ MEANINGS = {
     "staleness/token_weighted": "mean age over all tokens that carry loss",
     "staleness/coverage": "share of samples whose tokens carry a published version",
     "buffer/size": "groups waiting after the step's were taken",
-    "buffer/rejected": "groups found too old in this step",
+    "buffer/stale": "groups found too old in this step",
+    "buffer/failures": "groups with too few usable episodes",
+    "buffer/filtered": "groups that the filter refused",
     "buffer/retried": "of these, sent round again",
     "buffer/dropped": "of these, dropped",
+    "consumption/duration_bias": "mean seconds of groups trained on, over those of all trained on or stale; "
+    "below 1 the data lean to short tasks",
+    "consumption/starved_tasks": "tasks that became stale again and again and were never trained on",
     "rollout/in_flight": "episodes running at the end of the step",
     "rollout/episodes": "episodes that ended during the step",
     "rollout/failed": "of these, failed ones",
-    "rollout/discarded": "groups with fewer than two usable episodes",
+    "rollout/aborted": "episodes that were not needed any more",
     "rollout/tokens_per_second": "sampled tokens of ended episodes per second",
     "rollout/mismatch_rate": "share of ended episodes whose session reports a tito_session_mismatch",
     "rollout/episode_seconds": "mean duration of the episodes that ended",
@@ -53,7 +59,12 @@ MEANINGS = {
     "tis/clipped_fraction": "share of tokens whose m lies outside the bounds",
     "tis/deviation": "mean |m - 1|",
     "tis/k3": "k3 estimate of KL(rollout || trainer)",
+    "tis/masked_fraction": "share of tokens in sequences that the sequence mask left out",
     "loss/policy": "policy loss",
+    "loss/kl_reference": "KL(policy || start model), by algorithm.kl_estimator",
+    "loss/entropy": "entropy of the distributions that the tokens were sampled from",
+    "loss/value": "half the squared error of the value head",
+    "loss/dual_clip_fraction": "share of tokens where the dual clip took hold",
     "loss/tokens": "tokens that the loss was computed on",
     "loss/clip_fraction": "share of tokens where the clip of the policy ratio took hold",
     "loss/ratio_mean": "mean policy ratio, to the weights before the step",
@@ -73,6 +84,15 @@ MEANINGS = {
     "trainer/step_seconds": "seconds of these passes and the update",
 }
 
+for _bucket, _, _ in LAG_BUCKETS:
+    _where = f" where the weights were {_bucket.replace('_', ' to ')} versions behind"
+    MEANINGS |= {
+        f"tis/lag_{_bucket}/deviation": "mean |m - 1|" + _where,
+        f"tis/lag_{_bucket}/k3": "k3 estimate of KL(rollout || trainer)" + _where,
+        f"tis/lag_{_bucket}/clipped_fraction": "share of tokens with m outside the bounds" + _where,
+        f"tis/lag_{_bucket}/tokens": "tokens" + _where,
+    }
+
 _NOTICEABLE = 0.1  # share of a step that one side must wait before the other is called the bottleneck
 
 
@@ -86,15 +106,17 @@ class Snapshot:
     mismatches: int
     seconds: float
     failed: int
-    discarded: int
-    rejected: int
+    aborted: int
+    stale: int
+    too_few: int
+    filtered: int
     retried: int
     dropped: int
     waited_for_groups: float
     waited_for_room: float
 
     @classmethod
-    def take(cls, worker: RolloutWorker, buffer: GroupBuffer) -> "Snapshot":
+    def take(cls, worker: RolloutWorker, buffer: Buffer) -> "Snapshot":
         done, passed = worker.counters, buffer.counters
         return cls(
             episodes=done.episodes,
@@ -103,8 +125,10 @@ class Snapshot:
             mismatches=done.mismatches,
             seconds=done.seconds,
             failed=done.failures.total(),
-            discarded=done.discarded,
-            rejected=passed.stale,
+            aborted=done.aborted,
+            stale=passed.rejected["stale"],
+            too_few=passed.rejected["failures"],
+            filtered=passed.rejected["filtered"],
             retried=passed.retried,
             dropped=passed.dropped,
             waited_for_groups=buffer.waiting_for_groups.seconds(),
@@ -116,12 +140,14 @@ def rollout_figures(before: Snapshot, after: Snapshot, elapsed: float) -> Figure
     """What the worker and the buffer did in the `elapsed` seconds between two snapshots."""
     episodes = after.episodes - before.episodes
     return {
-        "buffer/rejected": after.rejected - before.rejected,
+        "buffer/stale": after.stale - before.stale,
+        "buffer/failures": after.too_few - before.too_few,
+        "buffer/filtered": after.filtered - before.filtered,
         "buffer/retried": after.retried - before.retried,
         "buffer/dropped": after.dropped - before.dropped,
         "rollout/episodes": episodes,
         "rollout/failed": after.failed - before.failed,
-        "rollout/discarded": after.discarded - before.discarded,
+        "rollout/aborted": after.aborted - before.aborted,
         "rollout/tokens_per_second": (after.tokens - before.tokens) / max(elapsed, 1e-9),
         "rollout/mismatch_rate": (after.mismatches - before.mismatches) / max(episodes, 1),
         "rollout/episode_seconds": (after.seconds - before.seconds) / max(episodes, 1),
@@ -135,9 +161,18 @@ def batch_figures(groups: Sequence[Group], version: int) -> Figures:
     samples = [sample for group in groups for sample in group.samples]
     rewards = [list({s.episode: s.reward for s in group.samples}.values()) for group in groups]
     flat = [reward for of_group in rewards for reward in of_group]
-    ages = [age([group], version) for group in groups]
+    ages = [of_group for group in groups if (of_group := age([group], version)).coverage]
     together = age(groups, version)
-    return {
+    figures: Figures = {"staleness/coverage": together.coverage}
+    if together.token_weighted is not None:  # a group without versions has no age, and none is made up
+        figures |= {
+            "staleness/old_mean": statistics.fmean(a.old or 0 for a in ages),
+            "staleness/old_max": max(a.old or 0 for a in ages),
+            "staleness/post_mean": statistics.fmean(a.post or 0 for a in ages),
+            "staleness/spread_mean": statistics.fmean(a.spread or 0 for a in ages),
+            "staleness/token_weighted": together.token_weighted,
+        }
+    return figures | {
         "reward/mean": statistics.fmean(flat),
         "reward/std": statistics.pstdev(flat),
         "reward/uniform_groups": statistics.fmean(len(set(of_group)) == 1 for of_group in rewards),
@@ -146,12 +181,6 @@ def batch_figures(groups: Sequence[Group], version: int) -> Figures:
         "batch/tokens": sum(sum(1 for weight in s.loss_mask if weight) for s in samples),
         "batch/sequence_tokens": sum(len(s.tokens) for s in samples),
         "batch/turns": statistics.fmean(s.metadata.get("turns", 0) for s in samples),
-        "staleness/old_mean": statistics.fmean(a.old for a in ages),
-        "staleness/old_max": max(a.old for a in ages),
-        "staleness/post_mean": statistics.fmean(a.post for a in ages),
-        "staleness/spread_mean": statistics.fmean(a.spread for a in ages),
-        "staleness/token_weighted": together.token_weighted,
-        "staleness/coverage": together.coverage,
     }
 
 
@@ -161,22 +190,40 @@ def over_updates(updates: Sequence[Figures]) -> Figures:
         return dict(updates[0])
     merge: Callable[[list[float]], float]
     merged = {}
-    for name in updates[0]:
+    for name in dict.fromkeys(name for update in updates for name in update):
         if name.endswith("_max"):
             merge = max
-        elif name.endswith(("tokens", "batches", "seconds")):
+        elif name.endswith(("tokens", "batches", "seconds")) or name.startswith(HISTOGRAM):
             merge = math.fsum
         else:
             merge = statistics.fmean
-        merged[name] = merge([update[name] for update in updates])
+        merged[name] = merge([update[name] for update in updates if name in update])
     return merged
 
 
-def bottleneck(trainer_waited: float, rollout_waited: float, step: float) -> Bottleneck:
-    """The side that the other one waited for, by seconds waited in a step that took `step` seconds.
+def histogram(figures: Figures) -> tuple[Figures, dict[str, float]]:
+    """`figures` without the bins of the importance ratios, and those bins: upper edge -> tokens."""
+    bins = {name.removeprefix(HISTOGRAM): n for name, n in figures.items() if name.startswith(HISTOGRAM)}
+    return {name: value for name, value in figures.items() if not name.startswith(HISTOGRAM)}, bins
 
-    "balanced" when neither waited for a tenth of the step.
+
+def bottleneck(figures: Figures, groups_per_step: int, capacity: int) -> dict[str, str]:
+    """What held up a step, and the evidence, as two entries of its record.
+
+    - "staleness": as many groups were rejected as too old as were trained on
+    - "rollout": the trainer waited for a tenth of the step or more, longer than the rollout did
+    - "trainer": the rollout waited for room in the buffer for so long
+    - "balanced": none of these
     """
-    if max(trainer_waited, rollout_waited) < _NOTICEABLE * step:
-        return "balanced"
-    return "rollout" if trainer_waited >= rollout_waited else "trainer"
+    waited, blocked, step = figures["time/wait"], figures["time/rollout_blocked"], figures["time/step"]
+    stale, queue = figures["buffer/stale"], figures["buffer/size"]
+    name: Bottleneck = "balanced"
+    why = f"{queue:.0f} of {capacity} groups wait, and neither side waited for long"
+    if stale >= groups_per_step:
+        name, why = "staleness", f"{stale:.0f} groups were too old, more than the step trained on"
+    elif max(waited, blocked) >= _NOTICEABLE * step:
+        if waited >= blocked:
+            name, why = "rollout", f"queue near zero: the trainer waited {waited:.1f} of {step:.1f} s"
+        else:
+            name, why = "trainer", f"queue at capacity: the rollout waited {blocked:.1f} of {step:.1f} s"
+    return {"bottleneck": name, "bottleneck_why": why}

@@ -50,6 +50,8 @@ def _number(name: str, form: str) -> Callable[[Mapping[str, Any]], str]:
 
 
 def _staleness(record: Mapping[str, Any]) -> str:
+    if record.get("staleness/old_mean") is None:
+        return "-"
     return f"{record['staleness/old_mean']:.1f} ({record['staleness/old_max']:.0f})"
 
 
@@ -71,7 +73,7 @@ LEGEND = (
     "reward: mean of the step's episodes; stale: weight versions behind, mean (max) over groups; "
     "gap: mean |trainer - engine log-prob|"
 )
-_BOTTLENECK_STYLES = {"rollout": "yellow", "trainer": "magenta", "balanced": "green"}
+_BOTTLENECK_STYLES = {"rollout": "yellow", "trainer": "magenta", "staleness": "red", "balanced": "green"}
 
 
 class Progress:

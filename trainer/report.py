@@ -271,7 +271,7 @@ _CHARTS: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...] = (
         "Queue",
         "Groups that waited in the buffer after the step had taken its own.",
         ".0f",
-        (("groups", "buffer/size"), ("rejected as stale", "buffer/rejected")),
+        (("groups", "buffer/size"), ("rejected as stale", "buffer/stale")),
     ),
 )
 

@@ -1,15 +1,18 @@
 """The rollout worker: keeps a fixed number of episodes in flight and fills the buffer with groups."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Literal
 
 from titogym.envs.task import Task
 from titogym.errors import UserError
 from titogym.harnesses.episode import MODEL_OUTCOMES, EpisodeResult
 from titogym.trainer.batch import Group, Sample
-from titogym.trainer.buffer import GroupBuffer
+from titogym.trainer.buffer import Buffer
+from titogym.trainer.config import RolloutSection
 from titogym.trainer.ledger import Assignment, TaskLedger
 
 # Runs one episode under labels that name it. What goes wrong inside is in its result, never raised.
@@ -25,62 +28,88 @@ class RolloutCounters:
     sampled_tokens: int = 0
     mismatches: int = 0  # episodes whose session reports a tito_session_mismatch
     seconds: float = 0.0  # summed over episodes
-    groups: int = 0  # given to the buffer
-    discarded: int = 0  # groups with fewer than two usable episodes
+    groups: int = 0  # finished, whatever the buffer did with them
+    aborted: int = 0  # episodes that were not needed any more
     failures: Counter[str] = field(default_factory=Counter)  # by cause
 
 
+@dataclass(frozen=True, slots=True)
+class RolloutSettings:
+    """How a worker collects; the keys of `[rollout]` of the same names."""
+
+    samples_per_prompt: int
+    episodes_in_flight: int
+    max_failures_in_a_row: int
+    over_sampling: int = 0
+    refill: Literal["sample", "group"] = "sample"
+
+    @classmethod
+    def of(cls, section: RolloutSection) -> "RolloutSettings":
+        return cls(**{key.name: getattr(section, key.name) for key in fields(cls)})
+
+
 class Places:
-    """The episodes that may be in flight. One taker at a time; places come back one by one."""
+    """Things of which so many may be under way. One taker at a time; places come back one by one."""
 
     def __init__(self, count: int) -> None:
         self._free = count
         self._changed = asyncio.Event()
 
-    async def take(self, count: int) -> None:
+    async def take(self, count: int = 1) -> None:
         """Wait until `count` places are free together, and take them."""
         while self._free < count:
             self._changed.clear()
             await self._changed.wait()
         self._free -= count
 
-    def give_back(self) -> None:
-        self._free += 1
+    def give_back(self, count: int = 1) -> None:
+        self._free += count
         self._changed.set()
+
+    def close(self) -> None:
+        """There are no free places until some are given back."""
+        self._free = 0
 
 
 class RolloutWorker:
     """Runs the assignments of a ledger and puts every finished group into the buffer.
 
-    `episodes_in_flight` places are refilled sample by sample: each ended episode gives its place back at
-    once, and as soon as `samples_per_prompt` places are free, and the buffer has room, the next group
-    starts, whatever the groups before it are waiting for.
+    A group starts when places for all its episodes are free together and `admit` returns. With
+    `refill = "sample"` each ended episode gives its place back at once, so that a slow one holds up no
+    other; with `"group"` all come back when the last has ended.
 
-    A failed episode counts in its group's `failures`. A group with fewer than two usable episodes has
-    nothing to compare: it is discarded and settled with the ledger.
+    `over_sampling` episodes more than `samples_per_prompt` are started; once so many usable ones have
+    ended, the rest are aborted. A failed episode counts in its group's `failures`. What becomes of a group
+    with too few usable episodes is the buffer's decision.
+
+    `on_episode` hears of every ended episode, with its seconds.
     """
 
     def __init__(
         self,
+        settings: RolloutSettings,
         *,
         ledger: TaskLedger,
-        buffer: GroupBuffer,
+        buffer: Buffer,
         run_episode: RunEpisode,
-        samples_per_prompt: int,
-        episodes_in_flight: int,
-        max_failures_in_a_row: int,
-        on_failure: Callable[[EpisodeResult], None] = lambda result: None,
+        admit: Callable[[], Awaitable[None]] | None = None,
+        on_episode: Callable[[EpisodeResult, float], None] = lambda result, seconds: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = RolloutCounters()
         self.in_flight = 0
+        self._settings = settings
         self._ledger = ledger
         self._buffer = buffer
         self._run_episode = run_episode
-        self._samples_per_prompt = samples_per_prompt
-        self._max_failures_in_a_row = max_failures_in_a_row
-        self._on_failure = on_failure
-        self._places = Places(episodes_in_flight)
+        self._admit = admit or buffer.room
+        self._on_episode = on_episode
+        self._clock = clock
+        self._places = Places(settings.episodes_in_flight)
+        self._per_group = settings.samples_per_prompt + settings.over_sampling
         self._failing: Counter[str] = Counter()  # causes of the failures since the last usable episode
+        self._collecting: dict[asyncio.Task[None], Assignment] = {}
+        self._begun: set[int] = set()  # groups whose places come back with their episodes
 
     async def run(self) -> None:
         """Collect until cancelled; then every episode is cancelled and has cleaned up before this returns.
@@ -90,57 +119,100 @@ class RolloutWorker:
         try:
             async with asyncio.TaskGroup() as groups:
                 while True:
-                    await self._places.take(self._samples_per_prompt)
-                    await self._buffer.room()
-                    groups.create_task(self._collect(self._ledger.next()))
+                    await self._places.take(self._per_group)
+                    await self._admit()
+                    assignment = self._ledger.next()
+                    task = groups.create_task(self._collect(assignment))
+                    self._collecting[task] = assignment
+                    task.add_done_callback(self._collected)
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
 
+    async def abort(self) -> None:
+        """Cancel every group under way and wait for its clean-up; the ledger hands them out again."""
+        collecting = list(self._collecting)
+        for task in collecting:
+            task.cancel()
+        if collecting:
+            await asyncio.wait(collecting)
+
+    def _collected(self, task: "asyncio.Task[None]") -> None:
+        assignment = self._collecting.pop(task)
+        if task.cancelled():
+            self._ledger.give_back(assignment)
+        if assignment.index not in self._begun:  # aborted before its first step
+            self._places.give_back(self._per_group)
+        self._begun.discard(assignment.index)
+
     async def _collect(self, assignment: Assignment) -> None:
-        async with asyncio.TaskGroup() as members:
-            episodes = [
-                members.create_task(self._episode(assignment, member))
-                for member in range(self._samples_per_prompt)
-            ]
+        self._begun.add(assignment.index)
+        started = self._clock()
+        try:
+            results = await self._attempt(assignment)
+        finally:
+            if self._settings.refill == "group":
+                self._places.give_back(self._per_group)
         group = Group(assignment.task.id, [], assignment.index, assignment.attempt)
-        for number, episode in enumerate(task.result() for task in episodes):
-            samples = samples_of(episode, number)
+        group.metadata["seconds"] = self._clock() - started
+        for number, result in enumerate(results):
+            samples = samples_of(result, number)
             group.samples += samples
             if not samples:
-                group.failures.append(failure_cause(episode))
-        if len(episodes) - len(group.failures) < 2:
-            self.counters.discarded += 1
-            self._ledger.settle(assignment.index)
-            return
-        await self._buffer.put(group)
+                group.failures.append(failure_cause(result))
         self.counters.groups += 1
+        await self._buffer.put(group)
+
+    async def _attempt(self, assignment: Assignment) -> list[EpisodeResult]:
+        """The results of one group: at most `samples_per_prompt` usable ones, and the failed."""
+        wanted = self._settings.samples_per_prompt
+        ended: dict[int, EpisodeResult] = {}
+        usable = 0
+        async with asyncio.TaskGroup() as episodes:
+            members: dict[asyncio.Task[EpisodeResult], int] = {}
+            for member in range(self._per_group):
+                task = episodes.create_task(self._episode(assignment, member))
+                members[task] = member
+                if self._settings.refill == "sample":
+                    task.add_done_callback(lambda _: self._places.give_back())
+            waiting = set(members)
+            while waiting and usable < wanted:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in sorted(done, key=members.__getitem__):
+                    good = bool(samples_of(task.result(), 0))
+                    if not good or usable < wanted:
+                        ended[members[task]] = task.result()
+                        usable += good
+            for task in waiting:
+                task.cancel()
+        self.counters.aborted += len(waiting)
+        return [ended[member] for member in sorted(ended)]
 
     async def _episode(self, assignment: Assignment, member: int) -> EpisodeResult:
         labels = {"group": str(assignment.index), "attempt": str(assignment.attempt), "member": str(member)}
+        started = self._clock()
         self.in_flight += 1
         try:
             result = await self._run_episode(assignment.task, labels)
         finally:
             self.in_flight -= 1
-            self._places.give_back()
-        self._count(result)
+        self._count(result, self._clock() - started)
         return result
 
-    def _count(self, result: EpisodeResult) -> None:
+    def _count(self, result: EpisodeResult, seconds: float) -> None:
         counters = self.counters
         counters.episodes += 1
         counters.turns += result.turns
         counters.sampled_tokens += sum(sum(trajectory.loss_mask) for trajectory in result.trajectories)
         counters.mismatches += bool(result.mismatches)
-        counters.seconds += result.seconds.get("total", 0.0)
+        counters.seconds += seconds
+        self._on_episode(result, seconds)
         if samples_of(result, 0):
             self._failing.clear()
             return
         cause = failure_cause(result)
         counters.failures[cause] += 1
         self._failing[cause] += 1
-        self._on_failure(result)
-        if self._failing.total() >= self._max_failures_in_a_row:
+        if self._failing.total() >= self._settings.max_failures_in_a_row:
             causes = ", ".join(f"{times} x {name}" for name, times in self._failing.most_common())
             raise UserError(
                 f"{self._failing.total()} episodes in a row failed ({causes}); the last one said: "

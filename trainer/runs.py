@@ -1,11 +1,15 @@
 """The run directory: everything that a run leaves on disk, and where.
 
 config.json            the configuration as it ran
+versions.json          what the run was made with: titogym, Python and the packages that matter
 metrics.jsonl          one line per step (names: `metrics.MEANINGS`)
 eval.jsonl             one line per held-out evaluation
+eval/                  step-000010/: weights for an evaluation elsewhere; step-000010.json: its score
 events.jsonl           failures, dropped groups and other things worth a line
 trajectories/          step-000001.jsonl, eval-000000.jsonl: some trajectories in full, one per line
-checkpoints/           step-000010/: the trainer's state and ours
+batches/               step-000001.safetensors: all that a step trained on, where it was asked for
+checkpoints/           step-000010/: the trainer's state, ours, and the groups that waited
+tensorboard/ wandb/    the same figures for these, where they were asked for
 logs/                  one log per process
 model/                 the trained model as a Hugging Face directory
 reward.png report.html the report
@@ -14,17 +18,23 @@ reward.png report.html the report
 import fcntl
 import json
 import os
+import platform
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
 import orjson
 
+from titogym import __version__
 from titogym.errors import UserError
+from titogym.trainer.batch import Group
 from titogym.trainer.config import RunConfig
+from titogym.trainer.storage import read_groups, write_groups
 
 Record = dict[str, Any]
 _STEP = re.compile(r"step-(\d+)$")
@@ -96,8 +106,52 @@ class RunDirectory:
     def metrics(self) -> list[Record]:
         return list(read_lines(self.metrics_path))
 
+    @property
+    def evaluation_snapshots(self) -> Path:
+        """Where weights lie for evaluation elsewhere."""
+        return self.path / "eval"
+
+    def evaluation_snapshots_taken(self) -> list[int]:
+        return sorted(
+            int(match[1])
+            for path in self.evaluation_snapshots.glob("step-*")
+            if path.is_dir() and (match := _STEP.match(path.name))
+        )
+
     def evaluations(self) -> list[Record]:
-        return list(read_lines(self.eval_path))
+        """All scores by version: our own, and those that others put beside the snapshots they scored.
+
+        Such a file is `eval/step-000010.json` with at least a number `score`. Raises `UserError` for one
+        that has none.
+        """
+        ours = list(read_lines(self.eval_path))
+        known = {record["version"] for record in ours}
+        theirs = [self._external(path) for path in sorted(self.evaluation_snapshots.glob("step-*.json"))]
+        return sorted(
+            [*ours, *(record for record in theirs if record["version"] not in known)],
+            key=lambda record: record["version"],
+        )
+
+    @staticmethod
+    def _external(path: Path) -> Record:
+        match = _STEP.match(path.stem)
+        try:
+            record = orjson.loads(path.read_bytes())
+            record["score"] = float(record["score"])
+            if match is None:
+                raise ValueError(path.stem)
+        except (OSError, ValueError, LookupError, TypeError):
+            raise UserError(
+                f"{path} is no evaluation: name it step-NUMBER.json and give it a number 'score'."
+            ) from None
+        empty = {"tasks": 0, "graded": 0, "episodes": 0, "by_task": {}, "failures": {}, "versions": []}
+        return {**empty, **record, "version": int(match[1])}
+
+    def batch_path(self, step: int) -> Path:
+        """Where all that `step` trained on is kept."""
+        path = self.path / "batches" / f"step-{step:06d}.safetensors"
+        path.parent.mkdir(exist_ok=True)
+        return path
 
     def events(self) -> list[Record]:
         return list(read_lines(self.events_path))
@@ -139,17 +193,25 @@ class RunDirectory:
         return found
 
     def save_checkpoint(
-        self, step: int, state: Mapping[str, Any], save_trainer: Callable[[Path], None], keep: int
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        save_trainer: Callable[[Path], None],
+        keep: int,
+        groups: Sequence[Group] = (),
     ) -> Path:
         """Write a checkpoint, and only when it is complete delete all but the last `keep`.
 
-        `save_trainer` writes into the path that it is given. A kill leaves the old checkpoints.
+        `save_trainer` writes into the path that it is given; `groups` are those that wait to be trained
+        on. A kill leaves the old checkpoints.
         """
         final = self.path / "checkpoints" / f"step-{step:06d}"
         partial = final.with_name(f".partial-{final.name}")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         save_trainer(partial / "trainer")
+        if groups:
+            write_groups(partial / "groups.safetensors", groups)
         with (partial / "state.json").open("wb") as out:
             out.write(orjson.dumps({"step": step, **state}))
             out.flush()
@@ -173,6 +235,11 @@ class RunDirectory:
             ) from None
         return state
 
+    def load_groups(self, step: int) -> list[Group]:
+        """The groups that waited when the checkpoint of `step` was written. `UserError` as `load_state`."""
+        path = self.checkpoints()[step] / "groups.safetensors"
+        return read_groups(path) if path.exists() else []
+
     # --- internal ------------------------------------------------------------------------------------
 
     def _acquire(self) -> None:
@@ -191,6 +258,7 @@ class RunDirectory:
 
     def _write_config(self, config: RunConfig) -> None:
         (self.path / "config.json").write_text(json.dumps(config.model_dump(mode="json"), indent=2) + "\n")
+        (self.path / "versions.json").write_text(json.dumps(_versions(), indent=2) + "\n")
 
     def _forget_after(self, step: int) -> None:
         for path, key in (
@@ -198,11 +266,32 @@ class RunDirectory:
             (self.eval_path, "version"),
             (self.events_path, "step"),
         ):
-            kept = [record for record in read_lines(path) if record[key] <= step]
+            kept = []
+            for number, record in enumerate(read_lines(path), start=1):
+                if not isinstance(record, dict) or not isinstance(record.get(key), int):
+                    raise UserError(
+                        f"{path}, line {number}: no whole number {key!r}; the file was damaged. Delete that "
+                        "line, then --resume."
+                    )
+                if record[key] <= step:
+                    kept.append(record)
             if path.exists():
                 temporary = path.with_suffix(".partial")
                 temporary.write_bytes(b"".join(orjson.dumps(record) + b"\n" for record in kept))
                 temporary.replace(path)
+        # Weights of steps that are taken again will be others: neither they nor their scores count.
+        for path in self.evaluation_snapshots.glob("step-*"):
+            if (match := _STEP.match(path.stem)) and int(match[1]) > step:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _versions() -> Record:
+    """What a reader needs to run the same again."""
+    found = {}
+    for name in ("torch", "megatron-core", "transformers", "numpy", "safetensors"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return {"titogym": __version__, "python": platform.python_version(), **found}
 
 
 def _append(path: Path, record: Mapping[str, Any]) -> None:

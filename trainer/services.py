@@ -1,6 +1,6 @@
 """The processes of a run: engine, gateway and trainer. All die with this one."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from pathlib import Path
 from titogym.errors import UserError
 from titogym.gateway import launch as gateway
 from titogym.gateway.engines import launch as engines
+from titogym.gateway.launch import GatewayProcess
 from titogym.processes import Child
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.process import TrainerProcess
@@ -20,9 +21,9 @@ class Services:
     """Running and connected to one another: the trainer has joined the engines' weight-update group."""
 
     trainer: TrainerProcess
-    gateway_url: str
-    admin_key: str
+    gateway: GatewayProcess
     children: tuple[Child, ...]  # without the trainer, whose end its own next call reports
+    eval_gateway: GatewayProcess | None = None  # in front of engines that serve evaluation alone
 
     def check_health(self) -> None:
         """Raises `UserError` when one of them has died."""
@@ -53,10 +54,10 @@ def running(
         with ThreadPoolExecutor(1) as loading:
             loaded = loading.submit(_load, trainer, config.model.dir, checkpoint)
             try:
-                urls = config.engine.urls
-                for url in urls:
+                urls, eval_urls = config.engine.urls, config.eval.urls if config.eval else []
+                for key, url in [("engine", url) for url in urls] + [("eval", url) for url in eval_urls]:
                     if not engines.answers(url):
-                        raise UserError(f"No engine answers at {url}: start it, or correct engine.urls.")
+                        raise UserError(f"No engine answers at {url}: start it, or correct {key}.urls.")
                 if not urls:
                     report("Starting the engine and the trainer")
                     engine = engines.launch(
@@ -73,17 +74,25 @@ def running(
                 trainer.close()  # else leaving the pool would wait for the model
                 raise
         report("Starting the gateway")
-        served = gateway.launch(
-            urls,
-            config.model.dir,
-            directory=logs,
-            family=config.model.family,
-            options=_gateway_options(config),
-        )
-        stack.callback(served.stop)
-        children.append(served.child)
+        served = [_start_gateway(config, urls, logs)]
+        stack.callback(served[0].stop)
+        if eval_urls:
+            served.append(_start_gateway(config, eval_urls, logs / "eval"))
+            stack.callback(served[1].stop)
+        children += [one.child for one in served]
         trainer.connect_engines(urls)
-        yield Services(trainer, served.url, served.admin_key, tuple(children))
+        yield Services(trainer, served[0], tuple(children), served[1] if eval_urls else None)
+
+
+def _start_gateway(config: RunConfig, urls: Sequence[str], logs: Path) -> GatewayProcess:
+    logs.mkdir(parents=True, exist_ok=True)
+    return gateway.launch(
+        urls,
+        config.model.dir,
+        directory=logs,
+        family=config.model.family,
+        options=_gateway_options(config),
+    )
 
 
 def _load(trainer: TrainerProcess, model_dir: Path, checkpoint: Path | None) -> None:

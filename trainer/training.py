@@ -26,10 +26,13 @@ from titogym.templates.tokenizer import Tokenizer
 from titogym.trainer import services
 from titogym.trainer.backends.process import TrainerError
 from titogym.trainer.config import RolloutSection, RunConfig
-from titogym.trainer.drivers.asynchronous import Parts, train
+from titogym.trainer.drivers import DRIVERS
+from titogym.trainer.drivers.base import Parts
+from titogym.trainer.evaluation import DedicatedEngines
 from titogym.trainer.progress import Progress
 from titogym.trainer.rollout import RunEpisode
 from titogym.trainer.runs import RunDirectory
+from titogym.trainer.trackers import trackers
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
@@ -129,8 +132,9 @@ def _limited(task: Task, rollout: RolloutSection) -> Task:
     """`task` under the stricter of its own limits and those of the run."""
     own: Limits = task.limits
     turns = min(own.turns, rollout.max_turns or own.turns)
+    seconds = min(own.agent_seconds, rollout.max_seconds or own.agent_seconds)
     tokens = min((limit for limit in (own.tokens, rollout.max_tokens) if limit is not None), default=None)
-    return replace(task, limits=replace(own, turns=turns, tokens=tokens))
+    return replace(task, limits=replace(own, turns=turns, tokens=tokens, agent_seconds=seconds))
 
 
 async def _train(
@@ -138,7 +142,7 @@ async def _train(
 ) -> None:
     _cancel_on_sigterm()
     async with _parts(config, prepared, up) as parts:
-        await train(config, parts, run, progress)
+        await DRIVERS[config.run.driver](config, parts, run, progress).to_the_end()
 
 
 def _cancel_on_sigterm() -> None:
@@ -155,11 +159,16 @@ async def _parts(config: RunConfig, prepared: Prepared, up: services.Services) -
     own = {} if sandboxes.root is None else {"root": sandboxes.root}
     labels = {"run": config.run.dir.name}
     backend = sandbox_backend(sandboxes.backend, labels=labels, **own, **sandboxes.options)
+    served = up.eval_gateway or up.gateway
+    following = trackers(config, config.run.dir)
     try:
-        async with GatewayClient(up.gateway_url, up.admin_key) as client:
+        async with (
+            GatewayClient(up.gateway.url, up.gateway.admin_key) as client,
+            GatewayClient(served.url, served.admin_key) as eval_client,
+        ):
             await prepared.harness.prepare()
 
-            def episodes(temperature: float) -> RunEpisode:
+            def episodes(gateway: GatewayClient, temperature: float) -> RunEpisode:
                 options = _session_options(config, temperature)
 
                 async def run_one(task: Task, labels: Mapping[str, str]) -> EpisodeResult:
@@ -167,7 +176,7 @@ async def _parts(config: RunConfig, prepared: Prepared, up: services.Services) -
                         task,
                         harness=prepared.harness,
                         backend=backend,
-                        gateway=client,
+                        gateway=gateway,
                         session_options=options,
                         labels=labels,
                     )
@@ -176,14 +185,18 @@ async def _parts(config: RunConfig, prepared: Prepared, up: services.Services) -
 
             yield Parts(
                 trainer=up.trainer,
-                run_episode=episodes(config.rollout.temperature),
-                run_eval_episode=episodes(config.eval.temperature if config.eval else 0.0),
+                run_episode=episodes(client, config.rollout.temperature),
+                run_eval_episode=episodes(eval_client, config.eval.temperature if config.eval else 0.0),
                 tasks=prepared.tasks,
                 eval_tasks=prepared.eval_tasks,
                 token_text=lambda token: prepared.tokenizer.decode([token]),
                 check_health=up.check_health,
+                eval_engines=DedicatedEngines(config.eval.urls) if config.eval and config.eval.urls else None,
+                trackers=following,
             )
     finally:
+        for tracker in following:
+            tracker.close()
         await prepared.harness.close()
         await backend.close()
 

@@ -1,6 +1,7 @@
 """Advantages against sums written out from the equations, and the batch that carries them."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ def sample(reward: float, episode: int, mask: list[int], version: str = "0") -> 
     return Sample(list(range(n)), mask, [-0.5 * m for m in mask], [(0, n, version)], reward, episode)
 
 
-def estimated(groups: list[Group], penalties=None, values=None, **settings) -> list:
+def estimated(groups: list[Group], penalties=None, values=None, **settings) -> list[Any]:
     masks = [np.array(s.loss_mask) > 0 for g in groups for s in g.samples]
     costs = penalties or [np.zeros(mask.shape) for mask in masks]
     algorithm = AlgorithmSection(**settings)
@@ -141,12 +142,12 @@ def test_only_tokens_that_carry_loss_have_an_advantage():
     np.testing.assert_array_equal(got[0], np.array([0, -0.5, -0.5, 0, -0.5], dtype=np.float32))
 
 
-def by_length(experience: Experience, algorithm: AlgorithmSection) -> list:
+def by_length(experience: Experience, algorithm: AlgorithmSection) -> list[Any]:
     """A user's own: shorter is better."""
     return [np.full(mask.shape, -mask.sum(), dtype=float) for mask in experience.masks]
 
 
-def too_short(experience: Experience, algorithm: AlgorithmSection) -> list:
+def too_short(experience: Experience, algorithm: AlgorithmSection) -> list[Any]:
     return [np.zeros(1) for _ in experience.masks]
 
 

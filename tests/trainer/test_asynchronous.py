@@ -13,7 +13,8 @@ from rich.console import Console
 from tests.trainer.worlds import ACTIONS, MemoryTrainer, World, failed, softmax, tasks
 from titogym.errors import UserError
 from titogym.trainer.config import RunConfig, parse_config
-from titogym.trainer.drivers.asynchronous import Parts, train
+from titogym.trainer.drivers import DRIVERS
+from titogym.trainer.drivers.base import Parts
 from titogym.trainer.progress import Progress
 from titogym.trainer.runs import RunDirectory
 
@@ -65,15 +66,18 @@ class Case:
         self.trainer = MemoryTrainer(self.world)
         self.output = io.StringIO()
 
+    def parts(self, check_health: Callable[[], None]) -> Parts:
+        return parts_of(self.world, self.trainer, check_health)
+
     async def go(self, *, resume: bool = False, check_health=lambda: None) -> RunDirectory:
         run = (RunDirectory.reopen if resume else RunDirectory.create)(self.directory, self.config)
         try:
             if resume and run.checkpoints():
                 self.trainer.load(list(run.checkpoints().values())[-1] / "trainer")
             progress = Progress(Console(file=self.output, width=200))
-            await asyncio.wait_for(
-                train(self.config, parts_of(self.world, self.trainer, check_health), run, progress), 60
-            )
+            make = DRIVERS[self.config.run.driver]
+            driver = make(self.config, self.parts(check_health), run, progress)
+            await asyncio.wait_for(driver.to_the_end(), 60)
             return run
         finally:
             run.release()

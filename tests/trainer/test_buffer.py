@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from titogym.errors import UserError
 from titogym.trainer.batch import Group, Sample
-from titogym.trainer.buffer import GroupBuffer, Stopwatch, age
+from titogym.trainer.buffer import BufferSettings, GroupBuffer, Stopwatch, age, mixed_rewards
 
 
 def sample(*spans: tuple[int, str], mask: list[int] | None = None) -> Sample:
@@ -23,6 +24,15 @@ def sample(*spans: tuple[int, str], mask: list[int] | None = None) -> Sample:
 
 def group(index: int, version: int = 0, attempt: int = 0) -> Group:
     return Group(f"task-{index}", [sample((3, str(version)))], index=index, attempt=attempt)
+
+
+def buffer_of(capacity: int = 4, *, on_retry=None, on_drop=None, version: int = 0, **settings) -> GroupBuffer:
+    hooks = {"on_retry": on_retry, "on_drop": on_drop}
+    return GroupBuffer(
+        BufferSettings(capacity=capacity, **settings),
+        version=version,
+        **{name: hook for name, hook in hooks.items() if hook},
+    )
 
 
 async def soon(awaitable):
@@ -54,7 +64,8 @@ def test_spans_without_a_published_version_are_left_out():
 
 
 def test_a_group_without_versions_has_no_age():
-    assert age([Group("t", [sample((5, "default"))])], current=9).old == 0
+    got = age([Group("t", [sample((5, "default"))])], current=9)
+    assert (got.old, got.post, got.spread, got.token_weighted, got.coverage) == (None, None, None, None, 0.0)
 
 
 def test_only_tokens_that_carry_loss_count():
@@ -67,19 +78,19 @@ def test_only_tokens_that_carry_loss_count():
 
 @pytest.mark.parametrize(("behind", "fresh"), [(0, True), (2, True), (3, False)])
 async def test_rejected_only_when_strictly_older_than_the_limit(behind, fresh):
-    buffer = GroupBuffer(capacity=4, max_staleness=2, version=5)
+    buffer = buffer_of(capacity=4, max_staleness=2, version=5)
     await buffer.put(group(0, version=5 - behind))
     assert (await soon(buffer.take(1)) is not None) == fresh
 
 
 async def test_a_group_without_versions_is_never_stale():
-    buffer = GroupBuffer(capacity=4, max_staleness=0, version=1000)
+    buffer = buffer_of(capacity=4, max_staleness=0, version=1000)
     await buffer.put(Group("t", [sample((3, "default"))]))
     assert len(await buffer.take(1)) == 1
 
 
 async def test_age_is_measured_when_taken_not_when_put():
-    buffer = GroupBuffer(capacity=4, max_staleness=1)
+    buffer = buffer_of(capacity=4, max_staleness=1)
     await buffer.put(group(0, version=0))
     buffer.advance(1)
     await buffer.put(group(1, version=1))
@@ -88,14 +99,14 @@ async def test_age_is_measured_when_taken_not_when_put():
 
 
 async def test_one_stale_member_makes_its_group_stale():
-    buffer = GroupBuffer(capacity=4, max_staleness=1, version=3)
+    buffer = buffer_of(capacity=4, max_staleness=1, version=3)
     await buffer.put(Group("t", [sample((3, "3")), sample((1, "1"), (2, "3"))]))
     assert await soon(buffer.take(1)) is None
     assert buffer.counters.dropped == 1
 
 
 async def test_when_everything_is_stale_the_trainer_waits_for_fresh_groups():
-    buffer = GroupBuffer(capacity=2, max_staleness=0, version=1)
+    buffer = buffer_of(capacity=2, max_staleness=0, version=1)
     await buffer.put(group(0))
     await buffer.put(group(1))
     taking = asyncio.create_task(buffer.take(2))
@@ -111,24 +122,24 @@ async def test_when_everything_is_stale_the_trainer_waits_for_fresh_groups():
 
 async def test_retry_is_bounded_and_then_reported():
     retried, dropped = [], []
-    buffer = GroupBuffer(
+    buffer = buffer_of(
         capacity=4,
         max_staleness=0,
         max_retries=2,
         version=9,
-        on_retry=lambda g: retried.append((g.index, g.attempt)),
+        on_retry=lambda g, reason: retried.append((g.index, g.attempt)),
         on_drop=lambda g, reason: dropped.append((g.index, reason)),
     )
     for attempt in range(3):
         await buffer.put(group(7, version=1, attempt=attempt))
         assert await soon(buffer.take(1)) is None
     assert retried == [(7, 1), (7, 2)]
-    assert dropped == [(7, "retries_exhausted")]
+    assert dropped == [(7, "stale")]
 
 
 async def test_without_retries_a_stale_group_is_dropped_as_stale():
     dropped = []
-    buffer = GroupBuffer(
+    buffer = buffer_of(
         capacity=1, max_staleness=0, version=1, on_drop=lambda g, reason: dropped.append(reason)
     )
     await buffer.put(group(0))
@@ -136,11 +147,100 @@ async def test_without_retries_a_stale_group_is_dropped_as_stale():
     assert dropped == ["stale"]
 
 
+# --- what is decided when a group is put -------------------------------------------------------------
+
+
+def graded(*rewards: float, outcome: str = "finished") -> Group:
+    members = [sample((3, "0")) for _ in rewards]
+    for number, (member, reward) in enumerate(zip(members, rewards, strict=True)):
+        member.episode, member.reward, member.metadata = number, reward, {"outcome": outcome}
+    return Group("t", members)
+
+
+async def test_a_group_with_too_few_usable_episodes_never_enters():
+    dropped = []
+    buffer = buffer_of(min_episodes=2, on_drop=lambda g, reason: dropped.append(reason))
+    await buffer.put(graded(1.0))
+    await buffer.put(Group("t", [], failures=["timeout"] * 4))
+    branched = graded(1.0, 1.0, 1.0)
+    for member in branched.samples:
+        member.episode = 0  # three trajectories of one episode compare nothing
+    await buffer.put(branched)
+    assert (len(buffer), dropped) == (0, ["failures"] * 3)
+    await buffer.put(graded(1.0, 0.0))
+    assert len(buffer) == 1
+
+
+async def test_failed_groups_are_retried_within_the_same_bound():
+    retried, dropped = [], []
+    buffer = buffer_of(
+        min_episodes=2,
+        max_retries=1,
+        on_retry=lambda g, reason: retried.append((g.attempt, reason)),
+        on_drop=lambda g, reason: dropped.append((g.attempt, reason)),
+    )
+    failing = graded(1.0)
+    await buffer.put(failing)
+    await buffer.put(failing)
+    assert (retried, dropped) == ([(1, "failures")], [(1, "failures")])
+
+
+async def test_timeouts_are_kept_with_their_grade_or_count_as_failures():
+    late = graded(1.0, 0.0, 0.5)
+    late.samples[2].metadata["outcome"] = "timeout"
+    keeping, dropping = buffer_of(), buffer_of(keep_timeouts=False, min_episodes=2)
+    await keeping.put(late)
+    assert len((await keeping.take(1))[0].samples) == 3
+    await dropping.put(late)
+    assert [s.episode for s in (await dropping.take(1))[0].samples] == [0, 1]
+    assert late.failures == ["timeout"]
+    await dropping.put(graded(1.0, 0.0, outcome="timeout"))
+    assert dropping.counters.rejected == {"failures": 1}
+
+
+async def test_the_filter_refuses_groups_that_teach_nothing():
+    dropped = []
+    buffer = buffer_of(
+        filter=mixed_rewards, max_retries=3, on_drop=lambda g, reason: dropped.append(g.metadata["filtered"])
+    )
+    await buffer.put(graded(1.0, 1.0))
+    await buffer.put(graded(0.0, 1.0))
+    await buffer.put(graded(0.0, 0.0))
+    assert dropped == [
+        "all rewards 1",
+        "all rewards 0",
+    ]  # final: no retry would differ
+    assert len(buffer) == 1
+
+
+async def test_a_filter_that_refuses_everything_ends_the_run_with_advice():
+    buffer = buffer_of(filter=lambda g: "too easy", max_filtered_in_a_row=3)
+    for _ in range(2):
+        await buffer.put(graded(1.0))
+    with pytest.raises(UserError, match=r"refused 3 groups in a row \(too easy\): .*buffer\.filter"):
+        await buffer.put(graded(1.0))
+
+
+async def test_a_filter_that_fails_is_named():
+    with pytest.raises(UserError, match=r"buffer\.filter failed on task t: ZeroDivisionError"):
+        await buffer_of(filter=lambda g: 1 / 0 > 0).put(graded(1.0))
+
+
+async def test_waiting_groups_are_restored_ahead_of_new_ones():
+    first = buffer_of()
+    for index in range(3):
+        await first.put(group(index))
+    second = buffer_of()
+    await second.put(group(7))
+    second.restore(first.waiting())
+    assert [g.index for g in await second.take(4)] == [0, 1, 2, 7]
+
+
 # --- capacity and cancellation -----------------------------------------------------------------------
 
 
 async def test_put_waits_while_full_and_room_counts_those_that_wait():
-    buffer = GroupBuffer(capacity=2, max_staleness=0)
+    buffer = buffer_of(capacity=2, max_staleness=0)
     for index in range(2):
         await buffer.put(group(index))
     waiting = asyncio.create_task(buffer.put(group(2)))
@@ -155,7 +255,7 @@ async def test_put_waits_while_full_and_room_counts_those_that_wait():
 
 
 async def test_a_cancelled_take_loses_nothing():
-    buffer = GroupBuffer(capacity=4, max_staleness=0)
+    buffer = buffer_of(capacity=4, max_staleness=0)
     await buffer.put(group(0))
     assert await soon(buffer.take(2)) is None
     await buffer.put(group(1))
@@ -163,7 +263,7 @@ async def test_a_cancelled_take_loses_nothing():
 
 
 async def test_a_cancelled_put_frees_its_claim_to_room():
-    buffer = GroupBuffer(capacity=1, max_staleness=0)
+    buffer = buffer_of(capacity=1, max_staleness=0)
     await buffer.put(group(0))
     assert await soon(buffer.put(group(1))) is None
     await buffer.take(1)
@@ -173,11 +273,11 @@ async def test_a_cancelled_put_frees_its_claim_to_room():
 
 async def test_taking_more_than_the_capacity_is_a_programming_error():
     with pytest.raises(ValueError, match="capacity 1"):
-        await GroupBuffer(capacity=1, max_staleness=0).take(2)
+        await buffer_of(capacity=1, max_staleness=0).take(2)
 
 
 def test_versions_never_go_back():
-    buffer = GroupBuffer(capacity=1, max_staleness=0, version=3)
+    buffer = buffer_of(capacity=1, max_staleness=0, version=3)
     with pytest.raises(ValueError, match="version 2"):
         buffer.advance(2)
 
@@ -214,11 +314,11 @@ def test_groups_are_conserved_fresh_and_in_order(script, capacity, limit, max_re
     async def run() -> None:
         retried: list[Group] = []
         dropped: list[int] = []
-        buffer = GroupBuffer(
+        buffer = buffer_of(
             capacity=capacity,
             max_staleness=limit,
             max_retries=max_retries,
-            on_retry=retried.append,
+            on_retry=lambda g, reason: retried.append(g),
             on_drop=lambda g, reason: dropped.append(g.index),
             version=10,
         )
@@ -246,7 +346,7 @@ def test_groups_are_conserved_fresh_and_in_order(script, capacity, limit, max_re
                 if len(fresh) >= value:
                     assert got is not None
                     assert [g.index for g in got] == [i for i, _ in fresh[:value]]
-                    assert all(age([g], buffer.version).old <= limit for g in got)
+                    assert all((age([g], buffer.version).old or 0) <= limit for g in got)
                     taken += [g.index for g in got]
                     fresh = fresh[value:]
                 else:
@@ -258,8 +358,8 @@ def test_groups_are_conserved_fresh_and_in_order(script, capacity, limit, max_re
         everywhere += Counter(i for i, _ in model)
         assert everywhere == Counter(range(made))
         counters = buffer.counters
-        assert counters.stale == counters.retried + counters.dropped
-        assert counters.put == counters.taken + counters.stale + len(buffer)
+        assert counters.rejected.total() == counters.retried + counters.dropped
+        assert counters.put == counters.taken + counters.rejected["stale"] + len(buffer)
 
     asyncio.run(run())
 
@@ -272,7 +372,7 @@ def test_groups_are_conserved_fresh_and_in_order(script, capacity, limit, max_re
 @settings(max_examples=40)
 def test_concurrent_producers_and_a_trainer_lose_and_double_nothing(pauses, capacity, data):
     async def run() -> None:
-        buffer = GroupBuffer(capacity=capacity, max_staleness=0)
+        buffer = buffer_of(capacity=capacity, max_staleness=0)
         total = sum(len(p) for p in pauses)
         batch = data.draw(st.integers(1, capacity))
 

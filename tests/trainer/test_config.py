@@ -63,7 +63,9 @@ def test_unknown_key_without_near_miss_lists_the_keys_of_the_table(tmp_path):
     [
         ('rollout.temperature = "hot"', "rollout.temperature"),
         ("rollout.temperature = 0.0", "rollout.temperature"),
-        ("rollout.samples_per_prompt = 1", "rollout.samples_per_prompt"),
+        ("rollout.samples_per_prompt = 0", "rollout.samples_per_prompt"),
+        ("algorithm.dual_clip = 1.0", "algorithm.dual_clip"),
+        ("algorithm.gamma = 0.0", "algorithm.gamma"),
         ("rollout.samples_per_prompt = true", "rollout.samples_per_prompt"),
         ("rollout.groups_per_step = 2.0", "rollout.groups_per_step"),
         ('buffer.on_stale = "forget"', "buffer.on_stale"),
@@ -96,6 +98,25 @@ def test_missing_table_says_which(tmp_path):
         (("rollout.episodes_in_flight=4",), "raise it to at least that"),
         (("rollout.groups_per_step=9",), "buffer.capacity = 8"),
         (("buffer.max_retries=3",), "buffer.max_retries has no effect"),
+        (("buffer.max_filtered_in_a_row=3",), "without a buffer.filter"),
+        (("rollout.samples_per_prompt=1",), "rollout.min_episodes = 2 is more than"),
+        (("rollout.min_episodes=1",), "raise it to at least 2"),
+        (("rollout.over_sampling=30",), "can never hold one group"),
+        (("rollout.over_sampling_groups=1",), 'no effect with run.driver = "async"'),
+        (('engine.placement="colocated"',), 'Set run.driver = "sync"'),
+        (("algorithm.kl_coefficient=0.1",), 'set algorithm.kl = "loss"'),
+        (("algorithm.value_coefficient=0.1",), 'set algorithm.advantage = "gae"'),
+        (("algorithm.gamma=0.9",), "algorithm.gamma has no effect"),
+        (("algorithm.sequence_mask_low=0.9",), "algorithm.sequence_mask_low has no effect"),
+        (("algorithm.ratio=sequence", "algorithm.advantage=gae"), "one advantage per sequence"),
+        (("algorithm.advantage=gropo",), "neither grpo nor grpo_no_std"),
+        (("algorithm.loss=gropo",), "nor a dotted path"),
+        (('eval.place="dedicated"',), "go together"),
+        (('eval.urls=["http://h:1"]',), "go together"),
+        (
+            ('engine.urls=["http://h:1"]', 'eval.urls=["http://h:1"]', 'eval.place="dedicated"'),
+            "dedicated engines serve evaluation alone",
+        ),
         (("algorithm.tis_low=2.0",), "algorithm.tis_low"),
         (("rollout.max_tokens=100",), "rollout.max_tokens = 100"),
         (("engine.context_length=512",), "leaves no room for a prompt"),
@@ -106,6 +127,22 @@ def test_missing_table_says_which(tmp_path):
 )
 def test_impossible_combinations_say_what_to_change(tmp_path, overrides, expected):
     assert expected in problem(tmp_path, MINIMAL, overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ('run.driver="sync"', 'engine.placement="colocated"', "rollout.over_sampling_groups=2"),
+        ('algorithm.advantage="gae"', "rollout.samples_per_prompt=1", "rollout.min_episodes=1"),
+        ('algorithm.advantage="reinforce_plus_plus"', "algorithm.gamma=0.9"),
+        ('algorithm.kl="reward"', 'algorithm.kl_estimator="k1"'),
+        ('algorithm.ratio="sequence"', "algorithm.clip_low=0.0003", "algorithm.clip_high=0.0004"),
+        ('algorithm.advantage="mine.advantages:own"', 'algorithm.loss="mine.losses:own"'),
+        ('buffer.on_failure="retry"', "buffer.max_retries=3"),
+    ],
+)
+def test_what_belongs_together_is_accepted(tmp_path, overrides):
+    load_config(write(tmp_path, MINIMAL), overrides)
 
 
 def test_eval_on_the_train_split_of_another_seed_is_allowed(tmp_path):

@@ -10,12 +10,9 @@ torch = pytest.importorskip("torch")
 
 from titogym.errors import UserError  # noqa: E402
 from titogym.trainer import kl  # noqa: E402
+from titogym.trainer.bins import HISTOGRAM_NAMES  # noqa: E402
 from titogym.trainer.config import LossConfig  # noqa: E402
-from titogym.trainer.corrections import (  # noqa: E402
-    HISTOGRAM_NAMES,
-    correction_metrics,
-    correction_weights,
-)
+from titogym.trainer.corrections import correction_metrics, correction_weights  # noqa: E402
 from titogym.trainer.losses import LossInputs, combine_metrics, policy_loss  # noqa: E402
 
 pytestmark = pytest.mark.train
@@ -98,7 +95,7 @@ def reference(p: dict[str, Any], config: LossConfig, normalizer: float | None = 
     return loss
 
 
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "clip_higher": {"clip_low": 0.1, "clip_high": 0.5},
     "dual_clip": {"dual_clip": 1.31},
@@ -190,7 +187,7 @@ def test_at_the_old_policy_the_gradient_is_the_weighted_policy_gradient():
     loss.backward()
     weight = np.clip(np.exp(arrays["old_logp"] - arrays["rollout_logp"]), 0.5, 2.0)
     expected = -arrays["mask"] * weight * arrays["advantages"] / arrays["mask"].sum()
-    np.testing.assert_allclose(made.logp.grad.numpy(), expected, atol=1e-12)
+    np.testing.assert_allclose(np.asarray(made.logp.grad), expected, atol=1e-12)
     assert metrics["loss/clip_fraction"] == 0
     assert metrics["loss/kl_to_old"] == 0
 
@@ -266,8 +263,9 @@ def test_a_sequence_mask_takes_out_whole_sequences():
     """Sequence 0 has ratios 2 and 1/2 (product 1), sequence 1 has 1.5 four times (geometric mean 1.5)."""
     old = torch.tensor([math.log(2), -math.log(2)] + [math.log(1.5)] * 4)
     sequences = torch.tensor([0, 0, 1, 1, 1, 1])
-    for kind, high, keeps in (("product", 4.0, [1, 0]), ("geometric", 1.6, [1, 1]), ("geometric", 1.4, [1, 0])):
-        config = LossConfig(sequence_mask=kind, sequence_mask_high=high)
+    cases = (("product", 4.0, [1, 0]), ("geometric", 1.6, [1, 1]), ("geometric", 1.4, [1, 0]))
+    for kind, high, keeps in cases:
+        config = LossConfig.model_validate({"sequence_mask": kind, "sequence_mask_high": high})
         _, kept = correction_weights(old, torch.zeros(6), sequences, config)
         assert kept.tolist() == [bool(keeps[s]) for s in sequences]
 

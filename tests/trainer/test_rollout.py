@@ -11,20 +11,24 @@ from titogym.envs.task import Task
 from titogym.errors import UserError
 from titogym.harnesses.episode import EpisodeResult
 from titogym.trainer.batch import Group
-from titogym.trainer.buffer import GroupBuffer
+from titogym.trainer.buffer import BufferSettings, GroupBuffer
 from titogym.trainer.ledger import TaskLedger, TaskOrder
-from titogym.trainer.rollout import RolloutWorker, failure_cause, samples_of
+from titogym.trainer.rollout import RolloutSettings, RolloutWorker, failure_cause, samples_of
 
 
-def worker_for(run_episode, buffer, *, ledger=None, samples=2, in_flight=4, failures=8, on_failure=None):
+def buffer_of(capacity: int, max_staleness: int = 9) -> GroupBuffer:
+    return GroupBuffer(BufferSettings(capacity=capacity, max_staleness=max_staleness, min_episodes=2))
+
+
+def worker_for(
+    run_episode, buffer, *, ledger=None, samples=2, in_flight=4, failures=8, on_episode=None, **settings
+):
     return RolloutWorker(
+        RolloutSettings(samples, in_flight, failures, **settings),
         ledger=ledger or TaskLedger(TaskOrder(tasks(5), seed=0)),
         buffer=buffer,
         run_episode=run_episode,
-        samples_per_prompt=samples,
-        episodes_in_flight=in_flight,
-        max_failures_in_a_row=failures,
-        **({"on_failure": on_failure} if on_failure else {}),
+        **({"on_episode": on_episode} if on_episode else {}),
     )
 
 
@@ -101,6 +105,17 @@ def test_a_restart_at_any_point_loses_and_doubles_no_group(script, rng):
     assert len(settled) == len(set(settled))
 
 
+def test_groups_in_a_restored_buffer_are_owed_but_not_collected_again():
+    order = TaskOrder(tasks(3), 0)
+    ledger = TaskLedger(order)
+    for _ in range(3):
+        ledger.next()
+    again = TaskLedger(order, ledger.state(), held={1})
+    assert [again.next().index for _ in range(3)] == [0, 2, 3]
+    again.settle(1)
+    assert [index for index, _ in again.state()["owed"]] == [0, 2, 3]
+
+
 def test_retried_groups_come_first_and_keep_their_attempt():
     ledger = TaskLedger(TaskOrder(tasks(3), 0))
     first = ledger.next()
@@ -143,7 +158,7 @@ def test_unusable_episodes_give_no_sample_and_a_cause(result, cause):
 
 async def test_places_are_never_exceeded_and_refilled_sample_by_sample():
     world = World(duration=lambda number: 40 if number == 0 else 1)
-    buffer = GroupBuffer(capacity=100, max_staleness=9)
+    buffer = buffer_of(capacity=100, max_staleness=9)
     async with running(worker_for(world.run_episode, buffer, samples=2, in_flight=4)) as worker:
         groups = await asyncio.wait_for(buffer.take(5), 5)
         # Episode 0 holds its group and one place back; the other three places went on.
@@ -160,7 +175,7 @@ async def test_a_new_group_waits_for_a_whole_groups_worth_of_places():
         started.set()
         await asyncio.sleep(30)
 
-    worker = worker_for(slow, GroupBuffer(capacity=9, max_staleness=0), samples=3, in_flight=5)
+    worker = worker_for(slow, buffer_of(capacity=9, max_staleness=0), samples=3, in_flight=5)
     async with running(worker):
         await started.wait()
         await asyncio.sleep(0.01)
@@ -169,7 +184,7 @@ async def test_a_new_group_waits_for_a_whole_groups_worth_of_places():
 
 async def test_a_full_buffer_stops_new_groups_and_a_taken_one_starts_them_again():
     world = World()
-    buffer = GroupBuffer(capacity=3, max_staleness=9)
+    buffer = buffer_of(capacity=3, max_staleness=9)
     async with running(worker_for(world.run_episode, buffer, samples=2, in_flight=4)):
         await asyncio.sleep(0.1)
         stopped_at = world.started
@@ -186,7 +201,7 @@ async def test_a_full_buffer_stops_new_groups_and_a_taken_one_starts_them_again(
 
 async def test_every_group_is_one_task_with_all_its_members():
     world = World(duration=lambda number: number % 3)
-    buffer = GroupBuffer(capacity=50, max_staleness=9)
+    buffer = buffer_of(capacity=50, max_staleness=9)
     order = TaskOrder(tasks(5), seed=0)
     async with running(
         worker_for(world.run_episode, buffer, ledger=TaskLedger(order), samples=3, in_flight=6)
@@ -198,34 +213,93 @@ async def test_every_group_is_one_task_with_all_its_members():
     assert len({(label["group"], label["member"]) for label in world.labels}) == len(world.labels)
 
 
+async def test_refilled_group_by_group_a_slow_episode_holds_its_groups_places():
+    world = World(duration=lambda number: 10**6 if number == 0 else 1)
+    buffer = buffer_of(capacity=100)
+    async with running(worker_for(world.run_episode, buffer, samples=2, in_flight=4, refill="group")):
+        groups = await asyncio.wait_for(buffer.take(3), 5)
+        # Two of four places wait with episode 0: what goes on is one group of two at a time.
+        assert [g.index for g in groups] == [1, 2, 3]
+        assert world.running <= 3
+
+
+async def test_with_over_sampling_a_group_does_not_wait_for_its_slowest_episode():
+    world = World(duration=lambda number: 10**6 if number % 3 == 0 else 1)
+    buffer = buffer_of(capacity=100)
+    async with running(
+        worker_for(world.run_episode, buffer, samples=2, in_flight=3, over_sampling=1)
+    ) as worker:
+        groups = await asyncio.wait_for(buffer.take(4), 5)
+    assert all(len(g.samples) == 2 and not g.failures for g in groups)
+    assert worker.counters.aborted >= 4
+    assert world.running == 0
+
+
+async def test_over_sampling_stands_in_for_failed_episodes():
+    task = tasks(1)[0]
+    world = World(break_episode=lambda number: failed(task) if number % 4 == 0 else None)
+    buffer = buffer_of(capacity=100)
+    async with running(worker_for(world.run_episode, buffer, samples=3, in_flight=4, over_sampling=1)):
+        groups = await asyncio.wait_for(buffer.take(3), 5)
+    assert all(len(g.samples) == 3 for g in groups)
+
+
+@pytest.mark.parametrize("refill", ["sample", "group"])
+async def test_an_aborted_group_is_collected_again_and_no_place_is_lost(refill):
+    world = World(duration=lambda number: 10**6)
+    ledger = TaskLedger(TaskOrder(tasks(5), seed=0))
+    buffer = buffer_of(capacity=100)
+    async with running(
+        worker_for(world.run_episode, buffer, ledger=ledger, samples=2, in_flight=6, refill=refill)
+    ) as worker:
+        for turns in (0, 1, 20):  # before their first step, at it, and in their midst
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await worker.abort()
+        world.duration = lambda number: 1
+        await worker.abort()
+        groups = await asyncio.wait_for(buffer.take(12), 5)
+        assert {0, 1, 2} <= {g.index for g in groups}
+        assert all(g.attempt == 0 for g in groups)
+    assert world.most_running == 6
+
+
+async def test_every_group_knows_how_long_it_took():
+    world = World(duration=lambda number: 30 if number < 2 else 1)
+    buffer = buffer_of(capacity=100)
+    async with running(worker_for(world.run_episode, buffer, samples=2, in_flight=4)):
+        groups = {g.index: g for g in await asyncio.wait_for(buffer.take(30), 5)}
+    seconds = {index: g.metadata["seconds"] for index, g in groups.items()}
+    assert seconds[0] == max(seconds.values()) > 30 * 0.0005
+
+
 # --- failures ----------------------------------------------------------------------------------------
 
 
 async def test_failed_members_are_counted_and_the_rest_of_the_group_is_kept():
     task = tasks(1)[0]
     world = World(break_episode=lambda number: failed(task, "grading_error") if number % 4 == 0 else None)
-    buffer = GroupBuffer(capacity=50, max_staleness=9)
-    failures: list[EpisodeResult] = []
+    buffer = buffer_of(capacity=50, max_staleness=9)
+    ended: list[EpisodeResult] = []
     async with running(
-        worker_for(world.run_episode, buffer, samples=4, in_flight=4, on_failure=failures.append)
+        worker_for(
+            world.run_episode, buffer, samples=4, in_flight=4, on_episode=lambda r, seconds: ended.append(r)
+        )
     ) as worker:
         groups = await asyncio.wait_for(buffer.take(4), 5)
     assert all(g.failures == ["grading_error"] and len(g.samples) == 3 for g in groups)
+    failures = [result for result in ended if result.outcome == "grading_error"]
     assert worker.counters.failures["grading_error"] == len(failures) >= 4
 
 
-async def test_a_group_with_fewer_than_two_usable_episodes_is_discarded_and_settled():
+async def test_a_group_with_fewer_than_two_usable_episodes_is_rejected_by_the_buffer():
     task = tasks(1)[0]
     world = World(break_episode=lambda number: failed(task) if number < 3 else None)
-    buffer = GroupBuffer(capacity=50, max_staleness=9)
-    ledger = TaskLedger(TaskOrder(tasks(5), seed=0))
-    async with running(
-        worker_for(world.run_episode, buffer, ledger=ledger, samples=4, in_flight=4)
-    ) as worker:
+    buffer = buffer_of(capacity=50, max_staleness=9)
+    async with running(worker_for(world.run_episode, buffer, samples=4, in_flight=4)):
         groups = await asyncio.wait_for(buffer.take(1), 5)
         assert groups[0].index == 1
-        assert worker.counters.discarded == 1
-        assert 0 not in dict(ledger.state()["owed"])
+        assert buffer.counters.rejected == {"failures": 1}
 
 
 async def test_a_branched_episode_alone_does_not_make_a_group():
@@ -234,10 +308,10 @@ async def test_a_branched_episode_alone_does_not_make_a_group():
         good = labels["member"] == "0" or labels["group"] != "0"
         return episode(task, 1, trajectories=3) if good else failed(task)
 
-    buffer = GroupBuffer(capacity=50, max_staleness=9)
-    async with running(worker_for(run_episode, buffer, samples=2, in_flight=2)) as worker:
+    buffer = buffer_of(capacity=50, max_staleness=9)
+    async with running(worker_for(run_episode, buffer, samples=2, in_flight=2)):
         assert (await asyncio.wait_for(buffer.take(1), 5))[0].index == 1
-        assert worker.counters.discarded == 1
+        assert buffer.counters.rejected == {"failures": 1}
 
 
 async def test_too_many_failures_in_a_row_stop_the_run_with_their_causes():
@@ -245,7 +319,7 @@ async def test_too_many_failures_in_a_row_stop_the_run_with_their_causes():
     world = World(
         break_episode=lambda n: failed(task, "engine_error" if n % 3 else "setup_error", "No engine.")
     )
-    worker = worker_for(world.run_episode, GroupBuffer(capacity=5, max_staleness=0), failures=6)
+    worker = worker_for(world.run_episode, buffer_of(capacity=5, max_staleness=0), failures=6)
     with pytest.raises(UserError) as stopped:
         await asyncio.wait_for(worker.run(), 5)
     assert "6 episodes in a row failed (4 x engine_error, 2 x setup_error)" in str(stopped.value)
@@ -256,7 +330,7 @@ async def test_too_many_failures_in_a_row_stop_the_run_with_their_causes():
 async def test_one_good_episode_in_between_resets_the_count():
     task = tasks(1)[0]
     world = World(break_episode=lambda n: failed(task) if n % 3 else None)
-    buffer = GroupBuffer(capacity=90, max_staleness=0)
+    buffer = buffer_of(capacity=90, max_staleness=0)
     async with running(worker_for(world.run_episode, buffer, samples=4, in_flight=4, failures=3)) as worker:
         await asyncio.sleep(0.1)
         assert worker.counters.failures["engine_error"] > 10
@@ -266,7 +340,7 @@ async def test_a_defect_in_an_episode_stops_the_run_as_itself():
     async def run_episode(task, labels):
         raise ZeroDivisionError("a defect")
 
-    worker = worker_for(run_episode, GroupBuffer(capacity=5, max_staleness=0))
+    worker = worker_for(run_episode, buffer_of(capacity=5, max_staleness=0))
     with pytest.raises(ZeroDivisionError, match="a defect"):
         await worker.run()
 
@@ -285,7 +359,7 @@ async def test_cancelling_the_worker_waits_for_every_episodes_clean_up():
             await asyncio.sleep(0.02)  # what destroying a sandbox takes
             cleaned += 1
 
-    worker = worker_for(run_episode, GroupBuffer(capacity=5, max_staleness=0), samples=2, in_flight=4)
+    worker = worker_for(run_episode, buffer_of(capacity=5, max_staleness=0), samples=2, in_flight=4)
     async with running(worker):
         await asyncio.sleep(0.01)
         assert worker.in_flight == 4
@@ -296,7 +370,7 @@ async def test_cancelling_the_worker_waits_for_every_episodes_clean_up():
 async def test_cancelling_while_a_group_waits_to_be_put_leaves_it_owed():
     world = World()
     ledger = TaskLedger(TaskOrder(tasks(5), seed=0))
-    buffer = GroupBuffer(capacity=1, max_staleness=0)
+    buffer = buffer_of(capacity=1, max_staleness=0)
     async with running(worker_for(world.run_episode, buffer, ledger=ledger, samples=2, in_flight=4)):
         await asyncio.sleep(0.05)
     owed = [index for index, _ in ledger.state()["owed"]]

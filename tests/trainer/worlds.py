@@ -151,6 +151,13 @@ class MemoryTrainer:
             for tokens, mask in zip(batch.tokens, batch.loss_mask, strict=True)
         ]
 
+    def reference_logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
+        """Of the start, which was uniform."""
+        return [np.where(mask > 0, np.float32(-np.log(ACTIONS)), np.float32(0)) for mask in batch.loss_mask]
+
+    def values(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
+        return [np.where(mask > 0, np.float32(0.25), np.float32(0)) for mask in batch.loss_mask]
+
     def train_step(self, batch: TrainBatch) -> dict[str, float]:
         self._called("train_step")
         self.batches.append(batch)

@@ -1,0 +1,409 @@
+"""What both drivers share: the parts of a run, one optimizer step, and everything that is written about it.
+
+Version `k` is the weights after `k` optimizer steps. Before the first step the trainer's own weights go
+to the engines (version 0, or the checkpoint's step), so that no token is ever sampled from weights that
+the trainer does not know. After every step the new weights are published, and only then does the
+buffer's version advance.
+"""
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titogym import dotted
+from titogym.envs.task import Task
+from titogym.harnesses.episode import EpisodeResult
+from titogym.trainer.batch import Group, TrainBatch
+from titogym.trainer.buffer import Buffer, BufferSettings, Reason
+from titogym.trainer.collate import add_advantages, minibatches, train_batch
+from titogym.trainer.config import RunConfig
+from titogym.trainer.consumption import Consumption
+from titogym.trainer.evaluation import EvalEngines, Evaluation, Evaluator, evaluator
+from titogym.trainer.ledger import TaskLedger, TaskOrder
+from titogym.trainer.metrics import (
+    Snapshot,
+    batch_figures,
+    bottleneck,
+    histogram,
+    over_updates,
+    rollout_figures,
+)
+from titogym.trainer.progress import Progress, Status
+from titogym.trainer.records import episode_records, sample_records, spread
+from titogym.trainer.rollout import (
+    RolloutSettings,
+    RolloutWorker,
+    RunEpisode,
+    failure_cause,
+    first_error,
+    samples_of,
+)
+from titogym.trainer.runs import RunDirectory
+from titogym.trainer.storage import write_groups
+from titogym.trainer.trackers import Tracker
+
+T = TypeVar("T")
+_HEALTH_INTERVAL = 1.0  # seconds between looks at the child processes
+_SLOWEST = 5  # episodes of a step that are told apart
+
+
+class Trainer(Protocol):
+    """The process that holds the weights in training. Every call blocks; one call at a time."""
+
+    def logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]: ...
+
+    def reference_logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]: ...
+
+    def values(self, batch: TrainBatch) -> list[NDArray[np.float32]]: ...
+
+    def train_step(self, batch: TrainBatch) -> dict[str, float]: ...
+
+    def publish_weights(self, version: int) -> dict[str, float]:
+        """Install the current weights in every engine as `version`."""
+        ...
+
+    def save(self, path: Path) -> None: ...
+
+    def save_hf(self, model_dir: Path) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a run works with, ready for use.
+
+    `run_episode` samples as training does, `run_eval_episode` as evaluation does. `token_text` shows one
+    token id. `check_health` raises `UserError` when a process that the run depends on has died.
+    `eval_engines` are those that serve evaluation alone, where there are such.
+    """
+
+    trainer: Trainer
+    run_episode: RunEpisode
+    run_eval_episode: RunEpisode
+    tasks: Sequence[Task]
+    eval_tasks: Sequence[Task]
+    token_text: Callable[[int], str]
+    check_health: Callable[[], None] = lambda: None
+    eval_engines: EvalEngines | None = None
+    trackers: Sequence[Tracker] = ()
+
+
+class Driver(ABC):
+    """One run, from the last checkpoint of its directory, or from the start, to `config.run.steps`.
+
+    The caller has loaded that checkpoint into `parts.trainer`.
+    """
+
+    def __init__(self, config: RunConfig, parts: Parts, run: RunDirectory, progress: Progress) -> None:
+        self._config = config
+        self._parts = parts
+        self._run = run
+        self._progress = progress
+        self._step = max(run.checkpoints(), default=0)
+        state = run.load_state(self._step) if self._step else {"ledger": None, "consumption": None}
+        held = run.load_groups(self._step) if self._step else []
+        self._ledger = TaskLedger(
+            TaskOrder(parts.tasks, config.run.seed), state["ledger"], {group.index for group in held}
+        )
+        self._consumption = Consumption(state.get("consumption"))
+        make_buffer: Callable[..., Buffer] = dotted.load(
+            config.buffer.implementation, "buffer.implementation"
+        )
+        self._buffer = make_buffer(
+            BufferSettings.of(config), on_retry=self._retry, on_drop=self._dropped, version=self._step
+        )
+        self._buffer.restore(held)
+        self._worker = RolloutWorker(
+            RolloutSettings.of(config.rollout),
+            ledger=self._ledger,
+            buffer=self._buffer,
+            run_episode=parts.run_episode,
+            admit=self._admission(),
+            on_episode=self._episode_ended,
+        )
+        self._evaluator: Evaluator = evaluator(
+            config,
+            tasks=parts.eval_tasks,
+            run_episode=parts.run_eval_episode,
+            engines=parts.eval_engines,
+            snapshot=self._snapshot,
+            directory=run.evaluation_snapshots,
+            scored=self._scored,
+        )
+        self._phase = "starting"
+        self._slowest: list[dict[str, Any]] = []
+        # Of its own: sandboxes keep the event loop's threads busy.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer-calls")
+
+    async def to_the_end(self) -> None:
+        """Returns with the last checkpoint and the model written.
+
+        Raises `UserError` when the run cannot go on. On every way out, cancellation included, all episodes
+        have been cancelled and cleaned up.
+        """
+        self._progress.watch(self._status)
+        try:
+            async with asyncio.TaskGroup() as group:
+                watching = group.create_task(self._watch_health())
+                scoring = group.create_task(self._evaluator.run(self._waiting_for_scores()))
+                await self._publish(self._step)
+                if self._step == 0:
+                    await self._evaluate()
+                collecting = group.create_task(self._worker.run())
+                while self._step < self._config.run.steps:
+                    await self._one_step()
+                collecting.cancel()
+                await asyncio.wait([collecting])
+                await self._evaluate()
+                await self._checkpoint()
+                self._phase = "waiting for evaluations"
+                await self._evaluator.finish()
+                self._phase = "saving the model"
+                await self._blocking(self._parts.trainer.save_hf, self._run.model)
+                watching.cancel()
+                scoring.cancel()
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+        finally:
+            self._thread.shutdown(wait=False)
+
+    # --- what drivers differ in ----------------------------------------------------------------------
+
+    @abstractmethod
+    def _admission(self) -> Callable[[], Awaitable[None]] | None:
+        """What a group waits for before it starts; None: room in the buffer."""
+
+    @abstractmethod
+    async def _collect(self) -> list[Group]:
+        """The groups of the next step."""
+
+    @abstractmethod
+    async def _after_update(self) -> dict[str, float]:
+        """Publish the weights of the step that was just taken, and do what else is due."""
+
+    @abstractmethod
+    async def _between_steps(self) -> None:
+        """What is due once the step's record is written."""
+
+    # --- one step ------------------------------------------------------------------------------------
+
+    async def _one_step(self) -> None:
+        started, before = time.monotonic(), Snapshot.take(self._worker, self._buffer)
+        failures = Counter(self._worker.counters.failures)
+        self._phase = "waiting for groups"
+        groups = await self._collect()
+        figures = batch_figures(groups, self._step) | {"buffer/size": len(self._buffer)}
+        figures |= await self._update(groups)
+        self._step += 1
+        for group in groups:
+            self._ledger.settle(group.index)
+            self._consumption.settle(group, "trained")
+        figures |= await self._after_update()
+        elapsed = time.monotonic() - started - figures.pop("time/checkpoint", 0.0)
+        figures |= rollout_figures(before, Snapshot.take(self._worker, self._buffer), elapsed)
+        figures |= {"rollout/in_flight": self._worker.in_flight, "time/step": elapsed}
+        figures["consumption/starved_tasks"] = len(self._consumption.starved)
+        if (bias := self._consumption.duration_bias()) is not None:
+            figures["consumption/duration_bias"] = bias
+        self._record(figures, self._worker.counters.failures - failures)
+        await self._between_steps()
+
+    async def _update(self, groups: Sequence[Group]) -> dict[str, float]:
+        """One step's optimizer updates on `groups`."""
+        config, trainer = self._config, self._parts.trainer
+        algorithm = config.algorithm
+        figures: dict[str, float] = {}
+        batch = train_batch(groups, algorithm, config.rollout.temperature, self._step)
+        self._phase = "scoring"
+        with timed(figures, "time/logprobs"):
+            # Where there are several updates, all take their ratio to the weights before the first.
+            if algorithm.minibatches > 1 or algorithm.kl == "reward":
+                batch.old_logprobs = await self._blocking(trainer.logprobs, batch)
+            if algorithm.needs_reference:
+                batch.reference_logprobs = await self._blocking(trainer.reference_logprobs, batch)
+            if algorithm.needs_value:
+                batch.values = await self._blocking(trainer.values, batch)
+            add_advantages(batch, groups, algorithm)
+            await self._keep(groups, batch)
+        self._phase = "training"
+        with timed(figures, "time/train"):
+            updates = [
+                await self._blocking(trainer.train_step, batch.subset(part))
+                for part in minibatches(groups, algorithm.minibatches)
+            ]
+        return figures | over_updates(updates)
+
+    async def _keep(self, groups: Sequence[Group], batch: TrainBatch) -> None:
+        """Keep some trajectories, with the log-probs of engine and trainer side by side."""
+        kept = spread(groups, self._config.run.keep_trajectories)
+        scored: dict[int, NDArray[np.float32]] = {}
+        if batch.old_logprobs is not None:
+            scored = {place: batch.old_logprobs[place] for place in kept}
+        elif kept:
+            logprobs = await self._blocking(self._parts.trainer.logprobs, batch.subset(kept))
+            scored = dict(zip(kept, logprobs, strict=True))
+        records = sample_records(groups, batch, scored, self._parts.token_text)
+        self._run.keep_trajectories(f"step-{self._step + 1:06d}", records)
+        if self._config.run.keep_batches:
+            path = self._run.batch_path(self._step + 1)
+            await asyncio.to_thread(write_groups, path, groups, {"advantages": batch.advantages})
+
+    def _record(self, figures: dict[str, float], failures: Counter[str]) -> None:
+        figures, bins = histogram(figures)
+        record = {
+            "step": self._step,
+            "time": time.time(),
+            **bottleneck(figures, self._config.rollout.groups_per_step, self._config.buffer.capacity),
+            "failures": dict(failures),
+            "histogram": bins,
+            "consumption": self._consumption.table(),
+            "slowest": self._slowest,
+            **figures,
+        }
+        self._slowest = []
+        self._run.add_metrics(record)
+        for tracker in self._parts.trackers:
+            tracker.step(record)
+        self._progress.step(record)
+
+    async def _publish(self, version: int) -> dict[str, float]:
+        self._phase = "publishing weights"
+        figures = await self._blocking(self._parts.trainer.publish_weights, version)
+        self._buffer.advance(version)
+        return figures
+
+    # --- evaluation ----------------------------------------------------------------------------------
+
+    async def _evaluate(self) -> None:
+        """Have the present weights scored, unless they are."""
+        if self._config.eval is None or self._step in {done["version"] for done in self._run.evaluations()}:
+            return
+        self._phase = "evaluating"
+        await self._evaluator.due(self._step)
+
+    def _evaluation_is_due(self) -> bool:
+        settings = self._config.eval
+        return bool(
+            settings
+            and settings.every
+            and self._step % settings.every == 0
+            and self._step < self._config.run.steps
+        )
+
+    def _waiting_for_scores(self) -> list[int]:
+        """Versions whose snapshot an earlier process took and did not score."""
+        done = {record["version"] for record in self._run.evaluations()}
+        return [v for v in self._run.evaluation_snapshots_taken() if v not in done and v <= self._step]
+
+    async def _snapshot(self, path: Path) -> None:
+        await self._blocking(self._parts.trainer.save_hf, path)
+
+    def _scored(self, evaluation: Evaluation, results: Sequence[EpisodeResult]) -> None:
+        self._run.add_evaluation({**evaluation.as_record(), "at_step": self._step})
+        if evaluation.versions not in ([], [str(evaluation.version)]):
+            self._run.add_event(
+                "evaluation_of_mixed_weights",
+                self._step,
+                version=evaluation.version,
+                versions=evaluation.versions,
+            )
+        kept = results[: self._config.run.keep_trajectories]
+        records = episode_records(kept, self._parts.token_text)
+        self._run.keep_trajectories(f"eval-{evaluation.version:06d}", records)
+        for tracker in self._parts.trackers:
+            tracker.evaluation(evaluation)
+        self._progress.evaluation(evaluation)
+
+    # --- checkpoints and events ----------------------------------------------------------------------
+
+    async def _checkpoint(self) -> None:
+        self._phase = "writing a checkpoint"
+        # Ledger and buffer are read before the trainer is saved: what the worker collects meanwhile is owed.
+        await self._blocking(
+            self._run.save_checkpoint,
+            self._step,
+            {"ledger": self._ledger.state(), "consumption": self._consumption.state()},
+            self._parts.trainer.save,
+            self._config.checkpoint.keep,
+            self._buffer.waiting(),
+        )
+
+    def _checkpoint_is_due(self) -> bool:
+        return self._step % self._config.checkpoint.every == 0 and self._step < self._config.run.steps
+
+    def _retry(self, group: Group, reason: Reason) -> None:
+        self._ledger.retry(group)
+        self._refused(group, reason)
+
+    def _dropped(self, group: Group, reason: Reason) -> None:
+        self._ledger.settle(group.index)
+        self._run.add_event(
+            "group_dropped",
+            self._step,
+            reason=reason,
+            task=group.task_id,
+            attempts=group.attempt + 1,
+            seconds=group.metadata.get("seconds"),
+            why=group.metadata.get("filtered", ", ".join(group.failures)),
+        )
+        self._refused(group, reason)
+
+    def _refused(self, group: Group, reason: Reason) -> None:
+        """Hears of every group that the buffer rejects."""
+        if self._consumption.settle(group, reason):
+            self._run.add_event(
+                "task_starved", self._step, task=group.task_id, seconds=group.metadata.get("seconds")
+            )
+
+    def _episode_ended(self, result: EpisodeResult, seconds: float) -> None:
+        known = {"task": result.task_id, "seconds": round(seconds, 2), "turns": result.turns}
+        self._slowest = sorted([*self._slowest, known], key=lambda e: -e["seconds"])[:_SLOWEST]
+        if not samples_of(result, 0):
+            self._run.add_event(
+                "episode_failed",
+                self._step,
+                cause=failure_cause(result),
+                task=result.task_id,
+                error=result.error,
+                log=result.log[-2000:],
+            )
+
+    async def _watch_health(self) -> None:
+        while True:
+            self._parts.check_health()
+            await asyncio.sleep(_HEALTH_INTERVAL)
+
+    def _status(self) -> Status:
+        counters = self._worker.counters
+        return Status(
+            step=self._step,
+            steps=self._config.run.steps,
+            phase=self._phase,
+            in_flight=self._worker.in_flight,
+            places=self._config.rollout.episodes_in_flight,
+            queue=len(self._buffer),
+            capacity=self._config.buffer.capacity,
+            episodes=counters.episodes,
+            failed=counters.failures.total(),
+            sampled_tokens=counters.sampled_tokens,
+        )
+
+    async def _blocking(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Await a call that blocks. When this is cancelled, the call goes on until the trainer is closed."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+
+
+@contextmanager
+def timed(figures: dict[str, float], name: str) -> Iterator[None]:
+    started = time.monotonic()
+    yield
+    figures[name] = time.monotonic() - started

@@ -1,0 +1,134 @@
+"""The figures of a run for other programs: TensorBoard, W&B (offline) and Prometheus.
+
+One naming scheme: a figure has the same name everywhere, such as `reward/mean`. Prometheus, which knows no
+slash, has `titogym_reward_mean`. The figures of a step are logged at that step, and a held-out score at the
+step of the weights that earned it, however late it came: `eval/score`.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from titogym.errors import UserError
+from titogym.trainer.config import RunConfig
+from titogym.trainer.evaluation import Evaluation
+
+_NOT_PROMETHEUS = re.compile(r"[^a-zA-Z0-9_]")
+
+
+class Tracker(Protocol):
+    """Hears of every step and evaluation."""
+
+    def step(self, record: Mapping[str, Any]) -> None: ...
+
+    def evaluation(self, evaluation: Evaluation) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def figures(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The named figures of a step's record that are finite numbers."""
+    for name, value in record.items():
+        if "/" in name and isinstance(value, int | float) and math.isfinite(value):
+            yield name, float(value)
+
+
+def prometheus_name(name: str) -> str:
+    """`reward/mean` -> `titogym_reward_mean`."""
+    return "titogym_" + _NOT_PROMETHEUS.sub("_", name)
+
+
+def prometheus_text(record: Mapping[str, Any] | None, meanings: Mapping[str, str]) -> str:
+    """The last step's figures in Prometheus' text format; `titogym_step` alone before the first."""
+    lines = ["# TYPE titogym_step gauge", f"titogym_step {0 if record is None else record['step']}"]
+    for name, value in sorted(figures(record or {})):
+        known = prometheus_name(name)
+        if meaning := meanings.get(name):
+            lines.append(f"# HELP {known} {meaning}")
+        lines += [f"# TYPE {known} gauge", f"{known} {value!r}"]
+    return "\n".join(lines) + "\n"
+
+
+class TensorBoardTracker:
+    """Writes event files to `directory`, without TensorFlow or torch."""
+
+    def __init__(self, directory: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._summary = Event, Summary
+        self._writer = EventFileWriter(str(directory))
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        self._write(record["step"], record["time"], dict(figures(record)))
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        if evaluation.score is not None:
+            import time
+
+            self._write(evaluation.version, time.time(), {"eval/score": evaluation.score})
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _write(self, step: int, time: float, values: Mapping[str, float]) -> None:
+        summary = self._summary(
+            value=[self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        )
+        self._writer.add_event(self._event(step=step, wall_time=time, summary=summary))
+        self._writer.flush()
+
+
+class WandbTracker:
+    """Writes an offline run; W&B's own `wandb sync` sends it where the user wants it."""
+
+    def __init__(self, directory: Path, project: str, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=project,
+            name=directory.name,
+            dir=str(directory),
+            config=dict(config),
+            mode="offline",
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        # Scores may come late: they have an axis of their own, since W&B's steps only go up.
+        self._run.define_metric("eval/*", step_metric="eval/version")
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        self._run.log(dict(figures(record)), step=record["step"])
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        if evaluation.score is not None:
+            self._run.log({"eval/score": evaluation.score, "eval/version": evaluation.version})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def trackers(config: RunConfig, directory: Path) -> list[Tracker]:
+    """Those that `config.tracking` asks for. Raises `UserError` when their package is not installed."""
+    wanted: dict[str, tuple[bool, Callable[[], Tracker]]] = {
+        "tensorboard": (
+            config.tracking.tensorboard,
+            lambda: TensorBoardTracker(directory / "tensorboard"),
+        ),
+        "wandb": (
+            config.tracking.wandb,
+            lambda: WandbTracker(directory, config.tracking.wandb_project, config.model_dump(mode="json")),
+        ),
+    }
+    made: list[Tracker] = []
+    for name, (asked, make) in wanted.items():
+        try:
+            made += [make()] if asked else []
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"tracking.{name} needs the package {error.name}: install it with pip install "
+                "'titogym[tracking]', or set it to false."
+            ) from None
+    return made
