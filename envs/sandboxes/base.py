@@ -196,7 +196,11 @@ class SandboxBackend(Reaper, Protocol):
     """
 
     name: str
-    undestroyed: dict[str, str]  # id of a sandbox that would not go -> why
+
+    @property
+    def undestroyed(self) -> dict[str, str]:
+        """Id of each sandbox that would not go -> why."""
+        ...
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
         """Raises `UserError` (`Unsupported`) for what can never be made here, `SandboxError` for a failure.

@@ -9,6 +9,7 @@ lets users make namespaces. Everything in a sandbox dies with the driver, howeve
 
 import asyncio
 import errno
+import logging
 import os
 import secrets
 import stat
@@ -41,6 +42,8 @@ from titogym.envs.sandboxes.storage import StorageWatch, used_mb
 from titogym.errors import UserError
 from titogym.venvs import home
 
+log = logging.getLogger(__name__)
+
 _BASE_ENV = {"PATH": SYSTEM_PATH, "HOME": "/root", "LANG": "C.UTF-8", "USER": "root"}
 _FIRST_USER, _USERS = 2_000_000_000, 100_000_000  # host user ids that nobody else hands out
 
@@ -57,13 +60,14 @@ class LocalBackend:
 
     name = "local"
 
-    def __init__(self, root: Path | None = None, labels: Mapping[str, str] | None = None) -> None:
-        self.root = root or default_root()
+    def __init__(self, root: Path | str | None = None, labels: Mapping[str, str] | None = None) -> None:
+        self.root = Path(root) if root else default_root()
         self.labels = dict(labels or {})
         self.hierarchies: tuple[cgroups.Hierarchy, ...] = ()
         self.storage = StorageWatch(self.root)
         self.destruction = Destruction()
         self._prepared: asyncio.Task[None] | None = None
+        self._reaped = Reaped([], {})
 
     async def create(self, spec: SandboxSpec) -> "LocalSandbox":
         """Raises `UserError` when this machine cannot make sandboxes, `SandboxError` when one fails."""
@@ -101,7 +105,9 @@ class LocalBackend:
 
     async def reap(self) -> Reaped:
         await self._ready()
-        return await asyncio.to_thread(reaper.reap, self.root, self.hierarchies)
+        first, self._reaped = self._reaped, Reaped([], {})  # what was swept up when this backend started
+        done = await asyncio.to_thread(reaper.reap, self.root, self.hierarchies)
+        return Reaped([*first.destroyed, *done.destroyed], done.failed)
 
     async def delete_snapshot(self, snapshot: Snapshot) -> None:
         if snapshot.backend != self.name:
@@ -131,7 +137,9 @@ class LocalBackend:
                         "set TITOGYM_SANDBOXES to a directory that everybody may enter."
                     )
         bubblewrap.probe(_FIRST_USER if _user_of_its_own() else None)
-        reaper.reap(self.root, self.hierarchies)
+        self._reaped = reaper.reap(self.root, self.hierarchies)
+        for name, reason in self._reaped.failed.items():
+            log.warning("the leftover sandbox %s could not be destroyed: %s", name, reason)
 
 
 class LocalSandbox:
@@ -278,7 +286,7 @@ class LocalSandbox:
 
     def _keep(self, home: Path) -> None:
         home.mkdir(mode=0o700)
-        reaper.write_record(home, {**self._spec.labels, "snapshot-of": self.id}, ())
+        reaper.write_record(home, {**self._spec.labels, "snapshot-of": self.id}, (), self._spec.lifetime)
         (home / "root").mkdir()
         snapshots.copy_entries(self._root, home / "root", None)
 
@@ -302,7 +310,8 @@ class LocalSandbox:
         """
         self._home.mkdir(mode=0o711)
         hierarchies = self._backend.hierarchies
-        reaper.write_record(self._home, self._spec.labels, cgroups.directories(hierarchies, self.id))
+        groups = cgroups.directories(hierarchies, self.id)
+        reaper.write_record(self._home, self._spec.labels, groups, self._spec.lifetime)
         self._group = cgroups.create(hierarchies, self.id, self._spec.limits)
         bubblewrap.make_system(self._root, network=self._spec.network == "open", user=self._user)
         if isinstance(self._spec.image, Snapshot):

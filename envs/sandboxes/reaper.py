@@ -11,36 +11,62 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from titogym.envs.sandboxes import cgroups, owners
 from titogym.envs.sandboxes.base import Reaped, SandboxError
 
 RECORD = "record.json"
+_PASSES, _SETTLE = 10, 0.02  # s between them
 
 
 def reap(root: Path, hierarchies: tuple[cgroups.Hierarchy, ...]) -> Reaped:
-    """Destroy every sandbox under `root` whose owner is dead."""
+    """Destroy every sandbox under `root` whose owner is dead.
+
+    Looks again as long as it finds something: what a driver was just starting when it was killed may
+    show only after a moment.
+    """
     destroyed: list[str] = []
     failed: dict[str, str] = {}
-    for name in sorted(leftovers(root, hierarchies)):
-        try:
-            _kill_processes(name)
-            remove(root, hierarchies, name)
-            destroyed.append(name)
-        except SandboxError as error:
-            failed[name] = str(error)
-    return Reaped(destroyed, failed)
+    for _ in range(_PASSES):
+        found = leftovers(root, hierarchies) - failed.keys()
+        if not found:
+            break
+        for name in sorted(found):
+            try:
+                _kill_processes(name)
+                remove(root, hierarchies, name)
+                destroyed.append(name)
+            except SandboxError as error:
+                failed[name] = str(error)
+        time.sleep(_SETTLE)
+    else:
+        still = leftovers(root, hierarchies) - failed.keys()
+        failed |= dict.fromkeys(still, "its processes could not be killed")
+    return Reaped([name for name in dict.fromkeys(destroyed) if name not in failed], failed)
 
 
 def leftovers(root: Path, hierarchies: tuple[cgroups.Hierarchy, ...]) -> set[str]:
-    """Ids of the sandboxes, or parts of sandboxes, whose owner is dead."""
-    names = cgroups.leftovers(hierarchies)
+    """Ids of the sandboxes, or parts of sandboxes, whose owner is dead, or out of sight and overdue."""
+    names = cgroups.leftovers(hierarchies) | {name for name, _ in _processes()}
     with suppress(FileNotFoundError):
         names |= set(os.listdir(root))
-    return {name for name in names if (owner := owners.owner_of(name)) is not None and owner.dead()}
+    return {name for name in names if _abandoned(root, name)}
+
+
+def _abandoned(root: Path, name: str) -> bool:
+    owner = owners.owner_of(name)
+    if owner is None:
+        return False
+    if owner.visible():
+        return owner.dead()
+    try:
+        return time.time() > float(_record(root / name)["expires"])
+    except (KeyError, TypeError, ValueError):
+        return False
 
 
 def remove(root: Path, hierarchies: tuple[cgroups.Hierarchy, ...], name: str) -> None:
@@ -59,24 +85,41 @@ def remove(root: Path, hierarchies: tuple[cgroups.Hierarchy, ...], name: str) ->
         raise SandboxError(f"Could not delete {directory}.")
 
 
-def write_record(directory: Path, labels: Mapping[str, str], groups: Iterable[Path]) -> None:
+def write_record(directory: Path, labels: Mapping[str, str], groups: Iterable[Path], lifetime: float) -> None:
     """Say what a sandbox is for and where its control groups will be, before anything of it is made."""
-    record = {"labels": dict(labels), "groups": [str(group) for group in groups], "created": time.time()}
+    record = {
+        "labels": dict(labels),
+        "groups": [str(group) for group in groups],
+        "expires": time.time() + lifetime,
+    }
     (directory / RECORD).write_text(json.dumps(record))
 
 
 def _recorded_groups(directory: Path) -> list[Path]:
+    return [Path(group) for group in _record(directory).get("groups", ())]
+
+
+def _record(directory: Path) -> dict[str, Any]:
     try:
-        return [Path(group) for group in json.loads((directory / RECORD).read_text())["groups"]]
-    except (OSError, ValueError, KeyError):  # killed while it was written: nothing else was made yet
-        return []
+        found = json.loads((directory / RECORD).read_text())
+    except (OSError, ValueError):  # killed while it was written: nothing else was made yet
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _kill_processes(name: str) -> None:
     """Kill what still carries the sandbox's id on its command line: bubblewrap and process 1."""
+    for found, pid in _processes():
+        if found == name:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _processes() -> Iterator[tuple[str, int]]:
+    """The processes of this user's sandboxes on this machine: sandbox id and pid."""
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != os.getpid():
             with suppress(OSError):
-                line = Path("/proc", entry, "cmdline").read_bytes().split(b"\0")
-                if any(argument == name.encode() for argument in line):
-                    os.kill(int(entry), signal.SIGKILL)
+                for argument in Path("/proc", entry, "cmdline").read_bytes().split(b"\0"):
+                    if argument.count(b"-") == 3 and owners.owner_of(argument.decode(errors="replace")):
+                        yield argument.decode(), int(entry)

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from titogym.envs.sandboxes import cgroups, owners, reaper
-from titogym.envs.sandboxes.base import SandboxSpec
+from titogym.envs.sandboxes.base import SandboxError, SandboxSpec
 from titogym.envs.sandboxes.local import LocalBackend
 from titogym.envs.sandboxes.machine import Machine
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.sandbox
 DRIVER = """
 import asyncio, random, sys
 from pathlib import Path
-from titogym.envs.sandboxes.base import SandboxSpec
+from titogym.envs.sandboxes.base import SandboxError, SandboxSpec
 from titogym.envs.sandboxes.local import LocalBackend
 
 async def work(backend):
@@ -95,7 +96,7 @@ def test_groups_that_an_owner_made_elsewhere(sandboxes, hierarchies):
     (elsewhere / dead).mkdir(parents=True)
     try:
         (sandboxes / dead).mkdir()
-        reaper.write_record(sandboxes / dead, {}, [elsewhere / dead])
+        reaper.write_record(sandboxes / dead, {}, [elsewhere / dead], 3600)
         assert reaper.reap(sandboxes, hierarchies).destroyed == [dead]
         assert not (elsewhere / dead).exists()
     finally:
@@ -146,3 +147,34 @@ def processes_of(driver: int) -> list[str]:
             if f"-{driver}-" in line and "bwrap" in line:
                 found.append(line)
     return found
+
+
+async def test_a_sandbox_whose_owner_is_out_of_sight_is_spared_until_it_expires(backend, sandboxes):
+    me = owners.me()
+    for name, lifetime in (("0123456789ab", 60.0), ("0123456789ac", -1.0)):
+        directory = sandboxes / f"{me.namespace + 1}-{me.pid}-{me.started}-{name}"
+        directory.mkdir()
+        reaper.write_record(directory, {}, [], lifetime)
+    done = await backend.reap()
+    assert [name.rpartition("-")[2] for name in done.destroyed] == ["0123456789ac"]
+    for directory in sandboxes.iterdir():
+        shutil.rmtree(directory)
+
+
+async def test_a_destruction_that_fails_is_tried_again_and_told(backend, sandboxes, monkeypatch):
+    sandbox = await backend.create(SandboxSpec())
+    remove, tries = reaper.remove, []
+
+    def failing(root, hierarchies, name):
+        tries.append(name)
+        raise SandboxError("the disk is on fire")
+
+    monkeypatch.setattr(reaper, "remove", failing)
+    backend.destruction._pauses = (0.01, 0.01)
+    with pytest.raises(SandboxError, match="could not be destroyed: the disk is on fire"):
+        await sandbox.destroy()
+    assert tries == [sandbox.id] * 3
+    assert backend.undestroyed == {sandbox.id: "SandboxError: the disk is on fire"}
+    monkeypatch.setattr(reaper, "remove", remove)
+    await backend.close()
+    assert backend.undestroyed == {}
