@@ -9,10 +9,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from titogym.envs import checking, registry
-from titogym.envs.sandboxes import cgroups, reaper
-from titogym.envs.sandboxes.local import LocalBackend, default_root
+from titogym.envs.sandboxes.base import Reaped, SandboxBackend
+from titogym.envs.sandboxes.registry import backend as sandbox_backend
 from titogym.envs.terminal_bench import load_task
 from titogym.errors import UserError
+from titogym.scratch import sweep
 
 command = typer.Typer(
     help="List environments, check task directories, clean up sandboxes.", no_args_is_help=True
@@ -43,6 +44,7 @@ def check(
     source: str = typer.Argument(metavar="DIR", help="A task directory, a directory of them, or 'starter'."),
     repeats: int = typer.Option(3, min=1, help="How often each is tried; results that differ are flaky."),
     parallel: int = typer.Option(4, min=1, help="How many sandboxes run at once."),
+    sandbox: str = typer.Option("local", help="Where they run: local, docker, daytona, or a dotted path."),
 ) -> None:
     """Check that the solution of every task scores 1 and doing nothing scores 0, every time."""
     directory = registry.STARTER if source == "starter" else Path(source)
@@ -51,9 +53,17 @@ def check(
     directories = registry.task_directories(directory)
     with Progress(console=_console, transient=True) as progress:
         bar = progress.add_task("checking", total=len(directories) * 2 * repeats)
-        reports = asyncio.run(
-            checking.check_all(directories, LocalBackend(), repeats, parallel, lambda: progress.advance(bar))
-        )
+        backend = sandbox_backend(sandbox)
+
+        async def check_all() -> list[checking.Report]:
+            try:
+                return await checking.check_all(
+                    directories, backend, repeats, parallel, lambda: progress.advance(bar)
+                )
+            finally:
+                await backend.close()
+
+        reports = asyncio.run(check_all())
     table = Table()
     for heading in ("task", "solution", "doing nothing", "verdict"):
         table.add_column(heading, overflow="fold")
@@ -76,11 +86,25 @@ def check(
 
 
 @command.command()
-def reap() -> None:
-    """Destroy the local sandboxes that drivers left behind when they were killed."""
-    done = reaper.reap(default_root(), cgroups.detect())
-    for name, reason in done.failed.items():
-        _console.print(f"could not destroy {name}: {reason}", style="red")
-    _console.print(f"Destroyed {len(done.destroyed)} sandboxes of dead drivers under {default_root()}.")
-    if done.failed:
+def reap(
+    sandbox: list[str] = typer.Option(["local"], help="Which sandboxes: local, docker, daytona; repeatable."),
+) -> None:
+    """Destroy the sandboxes that drivers left behind when they were killed."""
+    failed = False
+    for name in sandbox:
+        done = asyncio.run(_reap(sandbox_backend(name)))
+        for leftover, reason in done.failed.items():
+            failed = True
+            _console.print(f"could not destroy {leftover}: {reason}", style="red")
+        _console.print(f"{name}: destroyed {len(done.destroyed)} leftovers of dead drivers.")
+    if swept := sweep("titogym-run"):
+        _console.print(f"Deleted {len(swept)} directories of dead runs.")
+    if failed:
         raise typer.Exit(1)
+
+
+async def _reap(backend: SandboxBackend) -> Reaped:
+    try:
+        return await backend.reap()
+    finally:
+        await backend.close()
