@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from titogym.gateway.routes import Routes
+
 
 @dataclass(slots=True)
 class Sample:
@@ -26,6 +28,12 @@ class Sample:
     # Experts that each token but the last went through, `[n - 1, layers, top_k]`, where they were recorded.
     routes: NDArray[np.unsignedinteger] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+
+
+def route_array(routes: Routes) -> NDArray[np.unsignedinteger]:
+    """`[rows, layers, top_k]`, as bytes hold it."""
+    flat = np.frombuffer(routes.data, dtype=np.dtype(f"<u{routes.itemsize}"))
+    return flat.reshape(-1, routes.layers, routes.top_k)
 
 
 @dataclass(slots=True)
