@@ -1,6 +1,7 @@
 """Answering one turn over HTTP: streamed or whole, and given up as soon as the client is gone."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +10,14 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from titogym.gateway.alias import alias
 from titogym.gateway.errors import RequestError
 from titogym.gateway.protocols.base import Reply
 from titogym.gateway.sessions.turn import Committed, Delta, Items, Planned
 
 KEEP_ALIVE_SECONDS = 10.0
+_LOG = logging.getLogger("titogym.gateway")
+_FAILURE = RequestError("The gateway failed; its log has the details.", status=500, code="internal_error")
 
 ErrorBody = Callable[[RequestError], dict[str, Any]]
 
@@ -25,7 +29,10 @@ class TurnResponse(Response):
     after `KEEP_ALIVE_SECONDS` of silence it goes out, and the protocol's pings keep the connection alive.
     """
 
-    def __init__(self, items: Items, reply: Reply, *, stream: bool, error_body: ErrorBody) -> None:
+    def __init__(
+        self, items: Items, reply: Reply, *, stream: bool, error_body: ErrorBody, session: str
+    ) -> None:
+        self._session = session
         self._items = items
         self._reply = reply
         self._stream = stream
@@ -46,6 +53,10 @@ class TurnResponse(Response):
                     work.result()
                 except RequestError as error:
                     await self._fail(error, answer, send)
+                except Exception:
+                    fields = {"session": alias(self._session)}
+                    _LOG.exception("turn_failed", extra={"fields": fields})
+                    await self._fail(_FAILURE, answer, send)
         finally:
             for task in (work, gone, pulse):
                 if task:

@@ -2,6 +2,8 @@
 
 import asyncio
 import hmac
+import logging
+import sqlite3
 import time
 from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -29,7 +31,7 @@ from titogym.gateway.errors import RequestError
 from titogym.gateway.protocols import chat, messages, responses
 from titogym.gateway.protocols.base import Context, WireProtocol
 from titogym.gateway.protocols.errors import anthropic_error, openai_error
-from titogym.gateway.sessions.journal import Journal
+from titogym.gateway.sessions.journal import Journal, hold
 from titogym.gateway.sessions.service import TurnService
 from titogym.gateway.sessions.session import Session
 from titogym.gateway.sessions.spec import parse_spec
@@ -41,6 +43,7 @@ from titogym.gateway.trajectories import cut, unsuperseded
 from titogym.gateway.viewer.routes import Viewer
 from titogym.templates.model import ModelAssets, load_model_assets
 
+_LOG = logging.getLogger("titogym.gateway")
 _SWEEP_SECONDS = 5.0
 SESSION_HEADER = "x-titogym-session"
 
@@ -70,6 +73,7 @@ class Gateway:
         self._model = assets.model_dir.name
         self._pool = EnginePool(engines, limit=settings.context_length)
         self._telemetry = Telemetry()
+        self._held = hold(settings.journal) if settings.journal else None
         self._leaves = LeafCounter(assets, self._telemetry)
         self._store = SessionStore(
             Journal(settings.journal),
@@ -127,17 +131,24 @@ class Gateway:
             # It takes a second or more, in which turns are served already.
             asyncio.create_task(asyncio.to_thread(self._assets.tokenizer.accelerate)),
         ]
-        yield
-        for task in background:
-            task.cancel()
-        self._store.close()
-        await self._pool.close()
+        try:
+            yield
+        finally:
+            for task in background:
+                task.cancel()
+            self._store.close()
+            if self._held is not None:
+                self._held.close()
+            await self._pool.close()
 
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
-            self._store.sweep()
-            await asyncio.to_thread(self._store.checkpoint)
+            try:
+                self._store.sweep()
+                await asyncio.to_thread(self._store.checkpoint)
+            except (RequestError, sqlite3.Error) as error:  # the disk is full, say: it may pass
+                _LOG.error("sweep_failed", extra={"fields": {"message": str(error)}})
             self._telemetry.engines(self._pool.statuses())
 
     # --- administration ---------------------------------------------------------------------------
@@ -243,6 +254,7 @@ class Gateway:
 
     def _turn(self, protocol: WireProtocol) -> Endpoint:
         async def endpoint(request: Request) -> Response:
+            self._store.check(_session_id(request))  # before a body is read for nobody
             body = await self._body(request)
             session = self._session(request)
             try:
@@ -252,12 +264,15 @@ class Gateway:
                 self._store.failed(session, error)
                 raise
             reply = asked.reply(self._assets.tokenizer, receipt)
-            return TurnResponse(items, reply, stream=asked.turn.stream, error_body=protocol.error_body)
+            return TurnResponse(
+                items, reply, stream=asked.turn.stream, error_body=protocol.error_body, session=session.id
+            )
 
         return endpoint
 
     def _count(self, protocol: WireProtocol, answer: Callable[[int], dict[str, Any]]) -> Endpoint:
         async def endpoint(request: Request) -> Response:
+            self._store.check(_session_id(request))
             body = _json(await self._body(request))
             session = self._session(request)
             if isinstance(body, dict):
@@ -323,20 +338,13 @@ class Gateway:
         return {"id": self._model, "object": "model", "created": self._started, "owned_by": "titogym"}
 
     def _session(self, request: Request) -> Session:
-        """The session that the path or the API key names: there is no default one."""
-        id = request.path_params.get("id") or request.headers.get(SESSION_HEADER)
-        id = id or request.headers.get("x-api-key") or _bearer(request)
-        if not id:
-            raise RequestError(
-                "Name a session: create one with POST /sessions, then use its base_url, its api_key, or the "
-                f"header {SESSION_HEADER}.",
-                status=401,
-                code="session_required",
-            )
-        return self._store.get(id)
+        return self._store.get(_session_id(request))
 
     async def _body(self, request: Request) -> bytes:
         most = self._settings.max_body_bytes
+        said = request.headers.get("content-length", "")
+        if said.isdecimal() and int(said[:20]) > most:
+            raise RequestError(f"The request body is larger than {most} bytes.", status=413, code="too_large")
         body = bytearray()
         async for piece in request.stream():
             body += piece
@@ -389,6 +397,33 @@ def _deeper(value: Any) -> Any:
     return value
 
 
+def _session_id(request: Request) -> str:
+    """The session that the path, the header or the API key names: there is no default one.
+
+    Raises `RequestError` where none does, and where one place names two: no guess could be right.
+    """
+    if id := request.path_params.get("id"):
+        return str(id)
+    for name, read in ((SESSION_HEADER, str), ("x-api-key", str), ("authorization", _bearer_token)):
+        named = {read(value) for value in request.headers.getlist(name)}
+        if len(named) > 1:
+            raise RequestError(
+                f"The header {name} names several sessions: send it once.",
+                status=400,
+                code="session_ambiguous",
+            )
+        if named == {""} and name == SESSION_HEADER:
+            raise RequestError(f"The header {name} is empty.", status=401, code="session_required")
+        if named and named != {""}:
+            return named.pop()
+    raise RequestError(
+        "Name a session: create one with POST /sessions, then use its base_url, its api_key, or the "
+        f"header {SESSION_HEADER}.",
+        status=401,
+        code="session_required",
+    )
+
+
 def _input_tokens(count: int) -> dict[str, Any]:
     return {"input_tokens": count}
 
@@ -404,7 +439,11 @@ def _retried(request: Request) -> bool:
 
 
 def _bearer(request: Request) -> str:
-    scheme, _, value = request.headers.get("authorization", "").partition(" ")
+    return _bearer_token(request.headers.get("authorization", ""))
+
+
+def _bearer_token(authorization: str) -> str:
+    scheme, _, value = authorization.partition(" ")
     return value.strip() if scheme.lower() == "bearer" else ""
 
 

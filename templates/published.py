@@ -50,6 +50,13 @@ def architectures(model_dir: Path) -> tuple[str, ...]:
     return tuple(read_json(model_dir / "config.json").get("architectures") or ())
 
 
+def vocabulary(model_dir: Path) -> int:
+    """Tokens that the model can sample, 0 where `config.json` does not say."""
+    config = read_json(model_dir / "config.json")
+    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    return int(size or 0)
+
+
 def context_length(model_dir: Path) -> int | None:
     """Most tokens that the model was made for, None where `config.json` does not say."""
     config = read_json(model_dir / "config.json")

@@ -15,6 +15,7 @@ from titogym.gateway.sessions.tree import Node, Tree, conversation
 from titogym.templates.conversation import Message, Prefix
 
 _LOOK_BACK = 8  # a harness goes on from one of its latest turns
+_ENDS = 16  # messages at each end by which conversations are known: what is between would take too long
 _EXCERPT = 60  # characters
 _BARE = str.maketrans("", "", " ()")
 _HABIT = 2  # lost places from which on a harness is said to lose it every time
@@ -69,6 +70,8 @@ def first_difference(
         return _prefix_difference(node.prefix, prefix)
     held = conversation(node)
     for i, (ours, theirs) in enumerate(zip(held, messages, strict=False)):
+        if ours == theirs:
+            continue  # a key takes far longer to make
         if matcher.key(ours) != matcher.key(theirs) or not matcher.accepts(ours, theirs):
             return _message_difference(i, ours, theirs)
     if len(messages) < len(held):
@@ -81,14 +84,20 @@ def _divergence(tree: Tree, node: Node) -> Divergence | None:
     earlier = [n for n in tree.nodes[max(0, node.id - _LOOK_BACK) : node.id] if n.depth <= len(messages)]
     best: tuple[int, Node] | None = None
     for candidate in earlier:
-        pairs = zip(conversation(candidate), messages, strict=False)
-        alike = sum(tree.matcher.key(ours) == tree.matcher.key(theirs) for ours, theirs in pairs)
+        alike = _alike(tree.matcher, conversation(candidate), messages)
         if best is None or alike >= best[0]:
             best = alike, candidate
     if best is None or best[0] == 0:
         return None  # it continues nothing that the session knows
     found = first_difference(tree.matcher, best[1], node.prefix, messages)
     return None if found is None else Divergence(node.id, best[1].id, *found)
+
+
+def _alike(matcher: Matcher, held: Sequence[Message], sent: Sequence[Message]) -> int:
+    """How many messages stand in the same place of both, of the first and the last that may."""
+    size = min(len(held), len(sent))
+    places = [*range(min(_ENDS, size)), *range(max(_ENDS, size - _ENDS), size)]
+    return sum(held[i] == sent[i] or matcher.key(held[i]) == matcher.key(sent[i]) for i in places)
 
 
 def _prefix_difference(held: Prefix, sent: Prefix) -> tuple[str, str, str]:

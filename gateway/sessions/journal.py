@@ -4,13 +4,15 @@ Write-ahead logging with `synchronous=NORMAL`: a commit survives the death of th
 point. A power cut may lose the last commits but never corrupts the file.
 """
 
+import fcntl
 import sqlite3
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import IO, Any
 
 import orjson
 
@@ -44,6 +46,27 @@ class Record:
     touched: float
     diagnostics: dict[str, Any]
     turns: int
+
+
+def hold(path: Path) -> IO[bytes]:
+    """Take the journal at `path` for this process alone, until the file that comes back is closed.
+
+    The lock goes with the process, however it ends. Raises `UserError` while another one has it.
+    """
+    beside = path.with_name(path.name + ".lock")
+    try:
+        beside.parent.mkdir(parents=True, exist_ok=True)
+        lock = beside.open("ab")
+    except OSError as error:
+        raise UserError(f"Cannot open {beside}: {error.strerror}. Choose another journal.") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise UserError(
+            f"Another gateway has the session journal {path}: stop it, or choose another journal."
+        ) from error
+    return lock
 
 
 class Journal:
@@ -84,27 +107,33 @@ class Journal:
         self, session: str, node: Node, replayed: Iterable[tuple[Node, Message | None]], touched: float
     ) -> None:
         """Store a commit, and how its request replayed earlier answers, in one transaction."""
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
+        with self._transaction():
             self._db.execute(f"INSERT INTO nodes VALUES ({', '.join('?' * 14)})", (session, *_dump(node)))
             for earlier, message in replayed:
                 row = (_dump_replayed(message), session, earlier.id)
                 self._db.execute("UPDATE nodes SET replayed = ? WHERE session = ? AND id = ?", row)
             self._db.execute("UPDATE sessions SET touched = ? WHERE id = ?", (touched, session))
-            self._db.execute("COMMIT")
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
 
     def note(self, session: str, diagnostics: Any, touched: float) -> None:
         row = (orjson.dumps(diagnostics), touched, session)
         self._db.execute("UPDATE sessions SET diagnostics = ?, touched = ? WHERE id = ?", row)
 
     def delete(self, session: str) -> None:
+        with self._transaction():
+            self._db.execute("DELETE FROM nodes WHERE session = ?", (session,))
+            self._db.execute("DELETE FROM sessions WHERE id = ?", (session,))
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All of what is done inside, or none of it."""
         self._db.execute("BEGIN IMMEDIATE")
-        self._db.execute("DELETE FROM nodes WHERE session = ?", (session,))
-        self._db.execute("DELETE FROM sessions WHERE id = ?", (session,))
-        self._db.execute("COMMIT")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:  # some errors have ended it
+                self._db.execute("ROLLBACK")
+            raise
 
     def sessions(self) -> Iterator[Record]:
         query = (

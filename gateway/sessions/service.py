@@ -15,6 +15,7 @@ from typing import Protocol
 import orjson
 
 from titogym.gateway.engines.base import (
+    Chunk,
     ContextLengthError,
     Engine,
     EngineError,
@@ -25,6 +26,7 @@ from titogym.gateway.engines.base import (
 )
 from titogym.gateway.errors import RequestError, context_exceeded
 from titogym.gateway.routes import first_missing, route_shape
+from titogym.gateway.sessions.budget import Seat
 from titogym.gateway.sessions.flights import replay
 from titogym.gateway.sessions.policies import Placement
 from titogym.gateway.sessions.session import Session
@@ -48,11 +50,13 @@ from titogym.gateway.tokens.parsers.events import Content, Event
 from titogym.gateway.tokens.rows import Extension, extend
 from titogym.templates.conversation import Message, Prefix, Role
 from titogym.templates.model import ModelAssets
+from titogym.templates.published import vocabulary
 
 _LONG_TEXT = 32_768  # characters; encoding more than this would hold up other sessions' streams
 # Characters per token that no text comes near on average: one that is longer is refused unencoded, since
 # encoding takes some 300 bytes of memory for each of its own.
 _MOST_CHARACTERS = 32
+_MOST_AT_ONCE = 512  # tokens of an answer that comes whole; between them other sessions have their turn
 _SHARED_BLOCK = "the family writes all calls of an answer as one"
 
 
@@ -88,6 +92,8 @@ class TurnService:
         self._router = router
         self._store = store
         self.route_shape = route_shape(assets.model_dir)
+        # A model may sample from more rows than its tokenizer has tokens: embeddings are padded.
+        self._vocabulary = max(assets.tokenizer.vocab_size, vocabulary(assets.model_dir))
 
     def board(self, session: Session, request: TurnRequest, retried: bool) -> tuple[Items, Receipt]:
         """Start a turn, or find the one that this request is a retry of: its items, and its receipt.
@@ -115,13 +121,20 @@ class TurnService:
         started = time.monotonic()
         self._ignore(session, {**request.ignored, **_overruled(session.spec.sampling, request.sampling)})
         try:
-            async with session.lock if session.spec.policy == "linear" else nullcontext():
-                plan = await self._plan(session, request)
+            async with (
+                session.lock if session.spec.policy == "linear" else nullcontext(),
+                session.budget.seat(self._most(session, request)) as seat,
+            ):
+                plan = await self._plan(session, request, seat)
                 async with aclosing(self._sample(session, request, plan, started)) as items:
                     async for item in items:
                         yield item
         except RequestError as error:
             self._store.failed(session, error)
+            raise
+        except Exception:
+            failure = RequestError("The gateway failed.", status=500, code="internal_error")
+            self._store.failed(session, failure)
             raise
 
     async def count(self, session: Session, request: TurnRequest) -> int:
@@ -173,7 +186,12 @@ class TurnService:
         sampled = cut.generation.output_ids
         return replace(found, prompt_ids=[*found.prompt_ids, *sampled], begun=sampled)
 
-    async def _plan(self, session: Session, request: TurnRequest) -> _Plan:
+    def _most(self, session: Session, request: TurnRequest) -> int | None:
+        """Tokens that the request asks for at most."""
+        forced = session.spec.sampling.max_tokens
+        return request.sampling.max_tokens if forced is None else forced
+
+    async def _plan(self, session: Session, request: TurnRequest, seat: Seat) -> _Plan:
         """Everything about the turn that can be known, and refused, ahead of sampling."""
         self._store.admit(session)
         context_length = await self._context_length()
@@ -181,7 +199,7 @@ class TurnService:
         placement = session.policy(session.tree, lookup)
         parent = placement.parent
         messages = lookup.messages[parent.depth if parent else 0 :]
-        budget = _budget(session, placement.supersedes)
+        session.budget.allow(seat, placement.supersedes)
         if request.begun is not None:
             self._check_begun(request)
         cut = _cut(session.tree, parent, lookup, request)
@@ -194,9 +212,13 @@ class TurnService:
                 f"resulted in {len(prompt)} tokens. Please reduce the length of the messages.",
                 overflow=(len(prompt), context_length - 1),
             )
+        # Asked once more: what follows is not interrupted, up to where the turn has taken its share.
+        budget = session.budget.allow(seat, placement.supersedes)
         params = self._params(
             session.spec.sampling, request.sampling, room if budget is None else min(room, budget)
         )
+        if budget is not None:
+            seat.tokens = params.max_new_tokens
         stops = params.stop
         params = self._chosen(session, request, messages[-1].role if messages else "user", params)
         held = first_missing(parent.length if parent else 0, extension.trim)
@@ -286,16 +308,17 @@ class TurnService:
                 )
             ) as chunks:
                 async for chunk in chunks:
-                    if len(chunk.logprobs) != len(chunk.output_ids):
-                        raise EngineError("the engine gave tokens without log-probs")
+                    self._check(chunk)
                     first = first or time.monotonic()
                     output.extend(chunk.output_ids)
                     logprobs.extend(chunk.logprobs)
                     finish = chunk.finish or finish
-                    events = parser.push(chunk.output_ids)
-                    if known:
-                        events, known = _told(events, known)
-                    yield Delta(events, chunk.output_ids, chunk.logprobs)
+                    for at in range(0, len(chunk.output_ids), _MOST_AT_ONCE):
+                        if at:
+                            await asyncio.sleep(0)
+                        ids = chunk.output_ids[at : at + _MOST_AT_ONCE]
+                        events, known = _told(parser.push(ids), known)
+                        yield Delta(events, ids, chunk.logprobs[at : at + _MOST_AT_ONCE])
         except EngineError as error:
             raise _grammar_refusal(error, request, plan.params) or _engine_failure(error) from error
         except (asyncio.CancelledError, GeneratorExit):
@@ -321,6 +344,13 @@ class TurnService:
             timings=Timings(queued - started, (first or done) - queued, done - started),
         )
         yield Committed(self._commit(session, request, plan, parser.message(), generation))
+
+    def _check(self, chunk: Chunk) -> None:
+        """Raises `EngineError` for tokens that no model of this vocabulary has sampled."""
+        if len(chunk.logprobs) != len(chunk.output_ids):
+            raise EngineError("the engine gave tokens without log-probs")
+        if max(chunk.output_ids, default=0) >= self._vocabulary:
+            raise EngineError(f"the engine gave tokens beyond the model's vocabulary of {self._vocabulary}")
 
     def _packed(self, plan: _Plan, finish: Finish, sampled: int) -> bytes | None:
         """The expert routes that the turn adds, where the session keeps them. Raises `RequestError`."""
@@ -390,6 +420,8 @@ def _cut(tree: Tree, parent: Node | None, lookup: Lookup, request: TurnRequest) 
 
 def _told(events: list[Event], known: int) -> tuple[list[Event], int]:
     """The events without the first `known` characters of content, which the client gave itself."""
+    if not known:
+        return events, 0
     kept: list[Event] = []
     for event in events:
         if known and isinstance(event, Content):
@@ -416,21 +448,6 @@ def _characters(messages: Sequence[Message], prefix: Prefix | None) -> int:
     spoken = sum(len(message.content) + len(message.reasoning) for message in messages)
     called = sum(len(call.name) + len(call.arguments) for message in messages for call in message.tool_calls)
     return spoken + called + (len(orjson.dumps(prefix.tools)) if prefix and prefix.tools else 0)
-
-
-def _budget(session: Session, supersedes: Node | None) -> int | None:
-    """Tokens that the session may still sample, None where it has no limit. Raises `RequestError` at 0."""
-    limits, tree = session.spec.limits, session.tree
-    returned = supersedes if supersedes is not None and tree.counts(supersedes) else None
-    turns = tree.turns() - (1 if returned else 0)
-    if limits.turns is not None and turns >= limits.turns:
-        raise context_exceeded(f"The session has used its budget of {limits.turns} turns.", "turns")
-    if limits.tokens is None:
-        return None
-    used = tree.sampled_tokens() - (len(returned.generation.output_ids) if returned else 0)
-    if used >= limits.tokens:
-        raise context_exceeded(f"The session has used its budget of {limits.tokens} tokens.", "tokens")
-    return limits.tokens - used
 
 
 def _replays(parent: Node | None, messages: tuple[Message, ...]) -> list[tuple[Node, Message | None]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titogym.gateway.errors import RequestError
+from titogym.gateway.sessions.budget import Budget
 from titogym.gateway.sessions.flights import Attempts
 from titogym.gateway.sessions.matchers import matcher
 from titogym.gateway.sessions.policies import Policy, policy
@@ -43,6 +44,7 @@ class Session:
     touched: float
     tree: Tree
     policy: Policy
+    budget: Budget
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
     texts: RowTexts = field(default_factory=RowTexts)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -52,13 +54,15 @@ class Session:
 
     @classmethod
     def new(cls, id: str, spec: SessionSpec, created: float, touched: float | None = None) -> "Session":
+        tree = Tree(matcher(spec.matcher))
         return cls(
             id=id,
             spec=spec,
             created=created,
             touched=created if touched is None else touched,
-            tree=Tree(matcher(spec.matcher)),
+            tree=tree,
             policy=policy(spec.policy),
+            budget=Budget(spec.limits, tree),
         )
 
     @property

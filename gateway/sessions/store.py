@@ -102,12 +102,16 @@ class SessionStore:
         session.diagnostics.failed(error)
         self._telemetry.failed(session.id, error)
 
+    def check(self, id: str) -> None:
+        """Raises `RequestError` (404) when there is no such session. Reads nothing from the disk."""
+        if id not in self._records:
+            raise RequestError("There is no such session.", status=404, code="session_not_found")
+
     def get(self, id: str) -> Session:
         """Raises `RequestError` (404) when there is no such session."""
         session = self._live.get(id)
         if session is None:
-            if id not in self._records:
-                raise RequestError("There is no such session.", status=404, code="session_not_found")
+            self.check(id)
             session = self._live[id] = self._restore(self._records[id])
             self.size += session.size
         session.touch()
@@ -129,25 +133,30 @@ class SessionStore:
         self._telemetry.committed(session.id, node)
 
     def note(self, session: Session) -> None:
-        """Keep the session's diagnostics."""
-        self._journal.note(session.id, asdict(session.diagnostics), session.touched)
+        """Keep the session's diagnostics. Raises `RequestError` (503) when the disk does not take them."""
+        with _kept():
+            self._journal.note(session.id, asdict(session.diagnostics), session.touched)
 
     def delete(self, id: str, expired: bool = False) -> None:
-        """Forget a session and end its turns in flight. Raises `RequestError` (404)."""
-        if id not in self._records:
-            raise RequestError("There is no such session.", status=404, code="session_not_found")
+        """Forget a session and end its turns in flight.
+
+        Raises `RequestError`: 404, or 503 when the disk does not let go of it; then it is still there.
+        """
+        self.check(id)
+        uncounted = id not in self._live and _uncounted(self._records[id])
+        departed = self._restore(self._records[id]) if uncounted else None
+        with _kept():
+            self._journal.delete(id)
         session = self._live.pop(id, None)
         if session is not None:
             session.deleted = True
             self.size -= session.size
             for task in list(session.tasks):
                 task.cancel()
-        elif _uncounted(self._records[id]):
-            session = self._restore(self._records[id])
+        session = session or departed
         if session is not None and session.diagnostics.compared < len(session.tree.nodes):
             self._departing(session)
         del self._records[id]
-        self._journal.delete(id)
         self._telemetry.deleted(id, expired)
 
     def sweep(self) -> None:

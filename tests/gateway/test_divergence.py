@@ -9,6 +9,8 @@ import pytest
 from tests.gateway.forest import answer, tree, turn, user
 from tests.gateway.test_turns import TOOLS, create, inspect, replay, sdk
 from titogym.gateway.sessions.divergence import divergences, first_difference, report
+from titogym.gateway.sessions.matchers import matcher
+from titogym.gateway.sessions.tree import Tree
 from titogym.templates.conversation import Message, Prefix, ToolCall
 
 SYSTEM = Message("system", "You are an agent. It is 10:00.")
@@ -55,6 +57,32 @@ def test_a_harness_that_roots_again_every_turn_is_told_why():
     assert told["causes"] == {"system.content": 3}
     assert told["verdict"].startswith("The harness changes system.content")
     assert [(d.node, d.after) for d in divergences(forest)] == [(1, 0), (2, 1), (3, 2)]
+
+
+def rooted_again(turns: int) -> tuple[int, int]:
+    """Lost places that are found after so many turns that all rooted again, and messages looked at."""
+    looked = 0
+    strict = matcher("strict")
+
+    def key(message: Message) -> bytes:
+        nonlocal looked
+        looked += 1
+        return strict.key(message)
+
+    forest = Tree(replace(strict, key=key))
+    history: list[Message] = [user("hi")]
+    for minute in range(turns):
+        system = replace(SYSTEM, content=f"It is 10:{minute}.")
+        node = turn(forest, [system, *history], replace(CALL, content=f"turn {minute}"), "branching")
+        history += [node.answer, RESULT]
+    looked = 0
+    return len(divergences(forest)), looked
+
+
+def test_what_a_report_takes_grows_with_the_turns_alone():
+    (few, short), (many, long) = rooted_again(40), rooted_again(160)
+    assert (few, many) == (39, 159)
+    assert long < 5 * short
 
 
 def test_other_conversations_and_lost_answers_are_no_divergence():

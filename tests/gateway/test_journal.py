@@ -4,15 +4,18 @@ import sqlite3
 from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
 from tests.gateway.forest import answer, turn, user
 from titogym.errors import UserError
+from titogym.gateway.app import create_app
 from titogym.gateway.errors import RequestError
 from titogym.gateway.sessions.journal import Journal
 from titogym.gateway.sessions.session import Session
 from titogym.gateway.sessions.spec import Sampling, SessionSpec, parse_spec
 from titogym.gateway.sessions.store import SessionStore
 from titogym.gateway.sessions.tree import Node, Receipt, conversation, row
+from titogym.gateway.settings import GatewaySettings
 from titogym.gateway.telemetry import Telemetry
 from titogym.gateway.trajectories import cut
 from titogym.templates.conversation import Message, Prefix, ToolCall
@@ -266,6 +269,38 @@ def test_a_journal_of_before_there_were_receipts_is_read(tmp_path):
     assert [node.receipt for node in restored.tree.nodes] == [Receipt(created=0)] * 2
     assert restored.tree.answers == {}
     assert restored.attempts.earlier(Receipt(), retried=True) is None
+
+
+def test_a_session_that_the_disk_does_not_let_go_of_is_still_there(tmp_path):
+    store = open_store(tmp_path / "j")
+    kept, other = store.create(SessionSpec()), store.create(SessionSpec())
+    commit(store, kept, [user("1")], answer("a"))
+    meddler = sqlite3.connect(tmp_path / "j")
+    with meddler:
+        meddler.execute(
+            "CREATE TRIGGER stuck BEFORE DELETE ON sessions BEGIN SELECT RAISE(ABORT, 'disk I/O error'); END"
+        )
+    with pytest.raises(RequestError) as refused:
+        store.delete(kept.id)
+    assert (refused.value.status, refused.value.code) == (503, "journal_unavailable")
+    assert store.get(kept.id) is kept
+    commit(store, other, [user("1")], answer("b"))  # no transaction is left open
+    with meddler:
+        meddler.execute("DROP TRIGGER stuck")
+    assert [node.answer for node in open_store(tmp_path / "j").get(kept.id).tree.nodes] == [answer("a")]
+    store.delete(kept.id)
+    assert len(store) == 1
+
+
+def test_a_journal_belongs_to_one_gateway_at_a_time(tmp_path, model_dirs):
+    settings = GatewaySettings(
+        engines=("http://x",), model_dir=model_dirs["qwen3"], journal=tmp_path / "deep" / "j"
+    )
+    alone = pytest.raises(UserError, match="Another gateway has the session journal")
+    with TestClient(create_app(settings)), alone:
+        create_app(settings)
+    with TestClient(create_app(settings)) as again:
+        assert again.get("/health").status_code == 200
 
 
 def test_journal_that_cannot_be_opened_is_the_users_to_mend(tmp_path):
