@@ -15,7 +15,7 @@ from tests.gateway.test_turns import USER, create, inspect, sdk
 from titogym.gateway.alias import alias
 from titogym.gateway.tokens.parsers.answer import AnswerParser
 
-PATHS = {
+PATHS: dict[str, dict[str, Any]] = {
     "chat/completions": {"messages": [USER], "max_tokens": 90},
     "responses": {"input": "Look."},
     "messages": {"messages": [USER], "max_tokens": 90},
