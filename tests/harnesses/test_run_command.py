@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.harnesses.world import World, call, processes, say
-from titogym.cli.run import harness_options
+from titogym.cli.attempting import key_values
 from titogym.errors import UserError
 from titogym.gateway.launch import GatewayProcess
 
@@ -84,7 +84,7 @@ async def test_attempts_as_json_hold_everything(world: World, cli: Cli, task_dir
     done = await cli(str(task_dir), *words, "--temperature", "0.5", "--max-tokens", "200")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    assert told["task"] == "greet"
+    assert told["tasks"] == ["greet"]
     assert [attempt["reward"] for attempt in told["attempts"]] == [0.0, 0.0, 0.0]
     for attempt in told["attempts"]:
         (trajectory,) = attempt["trajectories"]
@@ -187,7 +187,7 @@ async def test_an_interrupted_run_leaves_no_process(
     world.script(call("setsid sleep 1000 & sleep 1000"))
     driver = await cli.start(str(task_dir), "--engine", world.engine.url)
     deadline = time.monotonic() + 40
-    while not any("sleep" in child.name() for child in below(driver.pid)):
+    while not any("sleep" in name_of(child) for child in below(driver.pid)):
         assert time.monotonic() < deadline
         assert driver.returncode is None
         await asyncio.sleep(0.05)
@@ -209,6 +209,13 @@ async def test_an_interrupted_run_leaves_no_process(
         assert world.left_on_disk() == []
 
 
+def name_of(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
+
+
 def below(pid: int) -> list[psutil.Process]:
     try:
         return list(psutil.Process(pid).children(recursive=True))
@@ -218,6 +225,6 @@ def below(pid: int) -> list[psutil.Process]:
 
 def test_options_are_json_or_text() -> None:
     words = ["a=1", 'b={"x": [true]}', "c=plain text=yes", "d="]
-    assert harness_options(words) == {"a": 1, "b": {"x": [True]}, "c": "plain text=yes", "d": ""}
+    assert key_values(words) == {"a": 1, "b": {"x": [True]}, "c": "plain text=yes", "d": ""}
     with pytest.raises(UserError):
-        harness_options(["=3"])
+        key_values(["=3"])

@@ -70,7 +70,7 @@ def harness(
 
 
 def _agent(words: list[str], options: list[str]) -> "Harness | HostCommand":
-    from titogym.cli.run import harness_options
+    from titogym.cli.attempting import key_values
     from titogym.errors import UserError
     from titogym.harnesses.examination import HostCommand
     from titogym.harnesses.registry import harness as make_harness
@@ -81,7 +81,7 @@ def _agent(words: list[str], options: list[str]) -> "Harness | HostCommand":
     if name in names() or dotted:
         if len(words) > 1:
             raise UserError(f"Put what belongs to the harness {name} before its name: -o KEY=VALUE {name}.")
-        return make_harness(name, **harness_options(options))
+        return make_harness(name, **key_values(options))
     if options:
         raise UserError(f"Options are for a named harness ({', '.join(names())}), not for a command.")
     try:

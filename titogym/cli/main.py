@@ -14,7 +14,9 @@ from titogym.errors import UserError
 COMMANDS = {
     "quickstart": "quickstart",
     "run": "run",
+    "eval": "eval",
     "train": "train",
+    "runs": "runs",
     "show": "show",
     "engine": "engine",
     "serve": "serve",

@@ -1,23 +1,19 @@
-"""`titogym run`: attempts at one task, told turn by turn."""
+"""`titogym run`: attempts at a task or a few, told turn by turn."""
 
 import asyncio
 import base64
 import json
 import logging
-import signal
-import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from titogym.errors import UserError
+from titogym.cli import attempting as shared
 
 if TYPE_CHECKING:
+    from titogym.envs.sandboxes.base import SandboxBackend
     from titogym.envs.task import Task
     from titogym.gateway.client import GatewayClient
     from titogym.gateway.trajectories import Trajectory
@@ -37,148 +33,72 @@ class Attempt:
 
 
 def command(
-    task_dir: Annotated[Path, typer.Argument(help="Task directory: task.toml, instruction.md, tests/.")],
-    harness: Annotated[
-        str, typer.Option(help="The agent: openai_loop, mini_swe_agent, command, or a dotted path.")
-    ] = "openai_loop",
-    engine: Annotated[str | None, typer.Option(help="Base URL of an SGLang server.")] = None,
-    gateway: Annotated[
-        str | None,
-        typer.Option(help="URL of a running gateway, in place of --engine; its sessions are kept."),
-    ] = None,
-    admin_key: Annotated[
-        str | None, typer.Option(envvar="TITOGYM_ADMIN_KEY", help="Admin key of that gateway.")
-    ] = None,
-    model_dir: Annotated[
-        Path | None, typer.Option(help="Model folder with tokenizer.json; default: the engine's own.")
-    ] = None,
-    family: Annotated[
-        str | None, typer.Option(help="Template family; default: recognised from the folder.")
-    ] = None,
-    attempts: Annotated[int, typer.Option(min=1, help="How many episodes to run.")] = 1,
-    option: Annotated[
-        list[str] | None,
-        typer.Option("--option", "-o", help="KEY=VALUE for the harness; VALUE is JSON or plain text."),
-    ] = None,
-    matcher: Annotated[str | None, typer.Option(help="Session matcher; default: the harness's own.")] = None,
-    policy: Annotated[str, typer.Option(help="Session policy: linear or branching.")] = "linear",
-    temperature: Annotated[float | None, typer.Option(min=0, help="Force this temperature.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of one answer.")] = None,
-    turns: Annotated[int | None, typer.Option(min=1, help="Most turns; default: the task's.")] = None,
+    source: shared.SourceArgument,
+    harness: shared.HarnessOption = "openai_loop",
+    engine: shared.EngineOption = None,
+    gateway: shared.GatewayOption = None,
+    admin_key: shared.KeyOption = None,
+    model_dir: shared.ModelOption = None,
+    family: shared.FamilyOption = None,
+    attempts: Annotated[int, typer.Option(min=1, help="How many episodes of each task to run.")] = 1,
+    count: Annotated[int, typer.Option(min=1, help="How many of the source's tasks, from the first.")] = 1,
+    split: shared.SplitOption = "train",
+    seed: shared.SeedOption = 0,
+    option: shared.HarnessOptions = None,
+    sandbox: shared.SandboxOption = "local",
+    sandbox_option: shared.SandboxOptions = None,
+    matcher: shared.MatcherOption = None,
+    policy: shared.PolicyOption = "linear",
+    temperature: shared.TemperatureOption = None,
+    max_tokens: shared.MaxTokensOption = None,
+    turns: shared.TurnsOption = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="Show each trajectory token by token.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Let an agent attempt a task in a sandbox; show its turns, reward, trajectories and mismatches.
+    """Let an agent attempt a task; show its turns, reward, trajectories and mismatches.
 
-    Exits with status 1 when an attempt failed; one that ran into a limit counts as failed.
+    Exits with status 1 when an attempt failed; one that ran into a limit counts as failed. The sessions of a
+    gateway that was named by --gateway are kept. `titogym eval` measures many tasks at once.
     """
-    from titogym.envs.terminal_bench import load_task
     from titogym.gateway.client import GatewayClient
     from titogym.harnesses.registry import harness as make_harness
 
-    # So that SIGTERM cleans up as Ctrl-C does.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    shared.end_on_sigterm()
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("titogym").setLevel(logging.INFO)
-    task = load_task(task_dir)
-    if turns is not None:
-        task = replace(task, limits=replace(task.limits, turns=turns))
-    agent = make_harness(harness, **harness_options(option or []))
-    sampling = {"temperature": temperature, "max_tokens": max_tokens}
-    session: dict[str, Any] = {
-        "policy": policy,
-        "sampling": {name: value for name, value in sampling.items() if value is not None},
-    }
-    if matcher is not None:
-        session["matcher"] = matcher
+    tasks = shared.find_tasks(source, split=split, seed=seed, count=count, turns=turns)
+    agent = make_harness(harness, **shared.key_values(option or []))
+    backend = shared.sandbox_backend(sandbox, sandbox_option or [], "titogym-run")
+    session = shared.session_options(policy, matcher, temperature, max_tokens)
 
     async def run(url: str, key: str | None) -> list[Attempt]:
         async with GatewayClient(url, key) as client:
-            if not await client.ready():
-                raise UserError(f"The gateway at {url} does not answer, or has no engine that does.")
-            return await _run(task, agent, client, session, attempts)
+            await shared.require_ready(client, url)
+            return await _run(tasks * attempts, agent, backend, client, session)
 
-    if gateway is not None:
-        if engine is not None:
-            raise UserError("Give either --engine, for a gateway of the run's own, or --gateway, not both.")
-        made = asyncio.run(run(gateway, admin_key))
-    elif engine is not None:
-        with _own_gateway(engine, model_dir, family) as (url, key):
-            made = asyncio.run(run(url, key))
-    else:
-        raise UserError(
-            "Say where the model is: --engine URL (`titogym engine MODEL` starts one) or --gateway URL."
-        )
+    with shared.serving(engine, gateway, admin_key, model_dir, family) as (url, key):
+        made = asyncio.run(run(url, key))
     if as_json:
-        typer.echo(json.dumps(_plain(task, harness, made), default=_encode))
+        typer.echo(json.dumps(_plain(tasks, harness, made), default=_encode))
     else:
-        _tell(task, made, tokens=tokens, gateway=gateway)
+        _tell(made, tokens=tokens, gateway=gateway)
     if any(attempt.result.failed for attempt in made):
         raise typer.Exit(1)
 
 
-def harness_options(words: Sequence[str]) -> dict[str, Any]:
-    """Options of a harness from `KEY=VALUE` words. Raises `UserError`."""
-    options = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or not key.isidentifier():
-            raise UserError(f"The option {word!r} is not of the form KEY=VALUE.")
-        try:
-            options[key] = json.loads(value)
-        except ValueError:
-            options[key] = value
-    return options
-
-
-@contextmanager
-def _own_gateway(engine: str, model_dir: Path | None, family: str | None) -> Iterator[tuple[str, str]]:
-    """URL and admin key of a gateway that lives as long as the run."""
-    from titogym.gateway.launch import launch
-    from titogym.templates.model import load_model_assets
-
-    served = asyncio.run(_model_path(engine))
-    if model_dir is None:
-        model_dir = Path(served)
-        if not model_dir.is_dir():
-            raise UserError(
-                f"The engine serves {served}, which is no folder on this machine: give --model-dir with the "
-                "folder that holds its tokenizer.json."
-            )
-    load_model_assets(model_dir, family)  # says in one sentence what is wrong with them
-    with tempfile.TemporaryDirectory(prefix="titogym-run-") as directory:
-        process = launch([engine], model_dir, directory=Path(directory), family=family)
-        try:
-            yield process.url, process.admin_key
-        finally:
-            process.stop()
-
-
-async def _model_path(url: str) -> str:
-    from titogym.gateway.engines.base import EngineError
-    from titogym.gateway.engines.sglang import SGLangEngine
-
-    engine = SGLangEngine(url)
-    try:
-        return (await engine.info()).model_path
-    except EngineError as error:
-        raise UserError(
-            f"No SGLang engine answers at {url} ({error}): start one with `titogym engine MODEL`."
-        ) from None
-    finally:
-        await engine.close()
-
-
 async def _run(
-    task: "Task", agent: "Harness", client: "GatewayClient", session: dict[str, Any], count: int
+    tasks: "Sequence[Task]",
+    agent: "Harness",
+    backend: "SandboxBackend",
+    client: "GatewayClient",
+    session: dict[str, Any],
 ) -> list[Attempt]:
-    from titogym.envs.sandboxes.local import LocalBackend
+    """One attempt for each of `tasks`, in which a task may stand several times."""
     from titogym.harnesses.episode import run_episode
 
-    backend = LocalBackend()
     places = asyncio.Semaphore(AT_ONCE)
 
-    async def attempt(number: int) -> Attempt:
+    async def attempt(task: "Task", number: int) -> Attempt:
         async with places:
             result = await run_episode(
                 task,
@@ -191,13 +111,18 @@ async def _run(
             )
         return await _told(result, client)
 
-    await agent.prepare()
     try:
+        await agent.prepare()
         async with asyncio.TaskGroup() as group:
-            running = [group.create_task(attempt(number)) for number in range(count)]
+            running = [group.create_task(attempt(task, number)) for number, task in enumerate(tasks)]
     finally:
         await agent.close()
-    return [task.result() for task in running]
+        await backend.close()
+    return sorted((task.result() for task in running), key=lambda made: _place(tasks, made))
+
+
+def _place(tasks: "Sequence[Task]", made: Attempt) -> int:
+    return next(place for place, task in enumerate(tasks) if task.id == made.result.task_id)
 
 
 async def _told(result: "EpisodeResult", client: "GatewayClient") -> Attempt:
@@ -213,7 +138,7 @@ async def _told(result: "EpisodeResult", client: "GatewayClient") -> Attempt:
         return Attempt(result, [], [])
 
 
-def _tell(task: "Task", attempts: Sequence[Attempt], *, tokens: bool, gateway: str | None) -> None:
+def _tell(attempts: Sequence[Attempt], *, tokens: bool, gateway: str | None) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -223,7 +148,7 @@ def _tell(task: "Task", attempts: Sequence[Attempt], *, tokens: bool, gateway: s
 
     console = Console(highlight=False)
     for number, attempt in enumerate(attempts, 1):
-        console.rule(f"{task.id}, attempt {number} of {len(attempts)}")
+        console.rule(f"{attempt.result.task_id}, attempt {number} of {len(attempts)}")
         print_turns(console, attempt.turns)
         if attempt.result.failed and attempt.result.log:
             console.print(Text(f"The end of the agent's own output:\n{visible(attempt.result.log[-2000:])}"))
@@ -245,9 +170,9 @@ def _tell(task: "Task", attempts: Sequence[Attempt], *, tokens: bool, gateway: s
         console.print("look closer: the same command with --tokens shows every token, with --json everything")
 
 
-def _plain(task: "Task", harness: str, attempts: Sequence[Attempt]) -> dict[str, Any]:
+def _plain(tasks: "Sequence[Task]", harness: str, attempts: Sequence[Attempt]) -> dict[str, Any]:
     return {
-        "task": task.id,
+        "tasks": [task.id for task in tasks],
         "harness": harness,
         "attempts": [
             {**asdict(attempt.result), "failed": attempt.result.failed, "messages": attempt.turns}

@@ -1,4 +1,4 @@
-"""`titogym show`: the kept trajectories of a run, token by token."""
+"""`titogym show`: the kept trajectories of a run, token by token; the episodes of an evaluation, replayed."""
 
 import math
 from pathlib import Path
@@ -10,25 +10,72 @@ from rich.table import Table
 from rich.text import Text
 
 from titogym.cli.control import visible
+from titogym.cli.transcript import replay
 from titogym.errors import UserError
+from titogym.harnesses.evaluation.records import EvaluationDirectory, read_episode
 from titogym.trainer.runs import RunDirectory
 
 
 def command(
-    run_dir: Annotated[
-        Path, typer.Argument(help="Run directory of `titogym train` or `titogym quickstart`.")
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="Run directory of `titogym train` or `titogym quickstart`; results of `titogym eval`, or "
+            "one of its episode files."
+        ),
     ],
+    episode: Annotated[
+        str | None,
+        typer.Option("--episode", "-e", help="Of an evaluation: an episode's number or name in the list."),
+    ] = None,
     trajectory: Annotated[
         str | None,
         typer.Option("--trajectory", "-t", help="Which one: its number or its name in the list."),
     ] = None,
     table: Annotated[bool, typer.Option("--table", help="One line per token, with every figure.")] = False,
 ) -> None:
-    """List the trajectories that a run kept, or open one token by token.
+    """List what a run or an evaluation kept, or open one: a trajectory token by token, an episode replayed.
+
+    An episode is replayed with what the agent was told, said and ran, and with its grade.
 
     Dim tokens came from the template, the task or a tool and carry no loss. The others were sampled by the
     model: green is likely, red is unlikely; without colours they stand in ⟦brackets⟧.
     """
+    if episode is not None and trajectory is not None:
+        raise UserError("Give either --episode, of an evaluation, or --trajectory, of a training run.")
+    if path.is_file():
+        replay(read_episode(path))
+        return
+    if EvaluationDirectory.is_one(path):
+        _show_evaluation(EvaluationDirectory(path), episode)
+        return
+    if episode is not None:
+        raise UserError(f"{path} holds no evaluation, whose --episode could be shown.")
+    _show_run(path, trajectory, table)
+
+
+def _show_evaluation(directory: EvaluationDirectory, episode: str | None) -> None:
+    if episode is not None:
+        replay(directory.episode(episode))
+        return
+    records = directory.records()
+    console = Console()
+    table = Table("#", "episode", "reward", "ended by", "turns", "tokens", "seconds")
+    for number, record in enumerate(records):
+        table.add_row(
+            str(number),
+            Text(record.name),
+            "-" if record.reward is None else f"{record.reward:g}",
+            record.outcome,
+            str(record.turns),
+            str(record.tokens),
+            f"{record.seconds.get('agent', 0.0):.1f}",
+        )
+    console.print(table)
+    console.print(f"Replay one with: titogym show {directory.path} --episode NUMBER", highlight=False)
+
+
+def _show_run(run_dir: Path, trajectory: str | None, table: bool) -> None:
     if not (run_dir / "config.json").exists() and (run_dir / "run" / "config.json").exists():
         run_dir /= "run"  # the folder of a quickstart holds its model beside its run
     run = RunDirectory(run_dir)

@@ -1,7 +1,7 @@
 """Telling a person what happened in an episode."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -35,22 +35,47 @@ def print_turns(console: Console, turns: Sequence[dict[str, Any]]) -> None:
         previous = turn["id"]
 
 
+def replay(episode: Mapping[str, Any]) -> None:
+    """An episode of an evaluation, from its first message to its grade."""
+    console = Console(highlight=False)
+    console.rule(Text(f"{episode['task']} #{episode['attempt']}"))
+    print_turns(console, episode["conversation"])
+    if episode["outcome"] != "finished" and episode.get("log"):
+        console.print(Text(f"The end of the agent's own output:\n{visible(episode['log'][-2000:])}"))
+    _print_ending(console, episode["outcome"], episode["turns"], episode["seconds"], episode["error"])
+    _print_reward(console, episode["reward"])
+    console.print(Text("grade", "bold"))
+    for name, value in episode["evidence"].items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        _print_indented(console, name[:9], text, "dim")
+
+
 def print_result(console: Console, result: "EpisodeResult") -> None:
     """How the episode ended, its reward, and its trajectories in a line each."""
-    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
-    console.print(Text(f"{result.outcome} after {result.turns} turns ({phases})", "bold"))
-    if result.error:
-        console.print(Text(visible(result.error), "red"))
-    if result.reward is None:
-        console.print(Text("no reward", "bold red"))
-    else:
-        console.print(Text(f"reward {result.reward:g}", "bold green" if result.reward > 0 else "bold yellow"))
+    _print_ending(console, result.outcome, result.turns, result.seconds, result.error)
+    _print_reward(console, result.reward)
     if result.reward != 1 and result.evidence.get("output"):
         _print_indented(console, "tests", result.evidence["output"], "dim")
     for number, trajectory in enumerate(result.trajectories):
         console.print(Text(f"trajectory {number}: {_measures(trajectory)}"))
     found = ", ".join(f"{count} {kind}" for kind, count in result.mismatches.items() if count)
     console.print(Text(f"tito_session_mismatch: {found or 'none'}", "yellow" if found else ""))
+
+
+def _print_ending(
+    console: Console, outcome: str, turns: int, seconds: Mapping[str, float], error: str | None
+) -> None:
+    phases = ", ".join(f"{name} {passed:.1f} s" for name, passed in seconds.items())
+    console.print(Text(f"{outcome} after {turns} turns ({phases})", "bold"))
+    if error:
+        console.print(Text(visible(error), "red"))
+
+
+def _print_reward(console: Console, reward: float | None) -> None:
+    if reward is None:
+        console.print(Text("no reward", "bold red"))
+    else:
+        console.print(Text(f"reward {reward:g}", "bold green" if reward > 0 else "bold yellow"))
 
 
 def _measures(trajectory: "Trajectory") -> str:
