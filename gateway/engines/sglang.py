@@ -27,14 +27,17 @@ from titogym.gateway.engines.base import (
     ids_json,
 )
 from titogym.gateway.engines.http import HttpClient, HttpError
+from titogym.gateway.engines.routers import READY, ROUTING_KEY, WORKERS, worker_urls
 from titogym.gateway.engines.wire import engine_info, error_message
 
 _MOST_TOP_K = (1 << 31) - 1  # SGLang makes it an int32: one request with more ends the whole server
-ROUTING_KEY = "x-smg-routing-key"  # by which SGLang's routers keep a session on one of their workers
 
 
 class SGLangEngine:
-    """One SGLang server. `timeout` is how long it may stay silent within a request, seconds."""
+    """One SGLang server, or one of SGLang's routers (see `routers`).
+
+    `timeout` is how long it may stay silent within a request, seconds.
+    """
 
     def __init__(self, url: str, *, timeout: float = 900.0) -> None:
         self.url = url.rstrip("/")
@@ -110,9 +113,24 @@ class SGLangEngine:
         await self._request("POST", "/abort_request", {"rid": rid}, timeout=5.0)
 
     async def info(self) -> EngineInfo:
-        if self._server_info is None:  # does not change while the server runs
-            self._server_info = await self._request("GET", "/server_info")
-        return engine_info(await self._request("GET", "/model_info"), self._server_info)
+        try:
+            if self._server_info is None:  # does not change while the server runs
+                self._server_info = await self._request("GET", "/server_info")
+            return engine_info(await self._request("GET", "/model_info"), self._server_info)
+        except EngineError as error:
+            if error.status != 404:
+                raise
+        return await self._workers_info()
+
+    async def _workers_info(self) -> EngineInfo:
+        """What the workers of a router say, and the context length that all of them take."""
+        workers = [SGLangEngine(url) for url in worker_urls(await self._request("GET", WORKERS))]
+        try:
+            infos = await asyncio.gather(*(worker.info() for worker in workers))
+        finally:
+            for worker in workers:
+                await worker.close()
+        return replace(infos[0], context_length=min(info.context_length for info in infos))
 
     async def healthy(self) -> bool:
         """Whether the server answers.
@@ -122,9 +140,15 @@ class SGLangEngine:
         """
         try:
             await self._request("GET", "/model_info", timeout=5.0)
-        except EngineError:
-            return False
+        except EngineError as error:
+            return error.status == 404 and await self._router_healthy()
         return True
+
+    async def _router_healthy(self) -> bool:
+        with contextlib.suppress(HttpError):
+            status, _ = await self._client.request("GET", READY, timeout=5.0)
+            return status == 200
+        return False
 
     async def close(self) -> None:
         await self._client.close()
