@@ -103,6 +103,47 @@ RESPONSES: dict[str, Any] = {
     "max_output_tokens": 5,
 }
 BODIES = {"chat/completions": VALID, "messages": MESSAGES, "responses": RESPONSES}
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"command": {"type": "string", "enum": ["ls"]}, "n": {"$ref": "#/$defs/n"}},
+    "required": ["command"],
+    "$defs": {"n": {"type": "integer"}},
+}
+FUNCTION = {"name": "bash", "parameters": PARAMETERS}
+FORCED: list[tuple[str, dict[str, Any]]] = [  # a call is asked for, or the answer is begun
+    (
+        "chat/completions",
+        {
+            "messages": [USER],
+            "tools": [{"type": "function", "function": FUNCTION}],
+            "tool_choice": {"type": "function", "function": {"name": "bash"}},
+            "parallel_tool_calls": False,
+        },
+    ),
+    (
+        "responses",
+        {
+            "input": "hi",
+            "tools": [{"type": "function", **FUNCTION}],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [{"type": "function", "name": "bash"}],
+            },
+            "parallel_tool_calls": False,
+        },
+    ),
+    (
+        "messages",
+        {
+            "max_tokens": 5,
+            "messages": [USER],
+            "tools": [{"name": "bash", "input_schema": PARAMETERS}],
+            "tool_choice": {"type": "tool", "name": "bash", "disable_parallel_tool_use": True},
+        },
+    ),
+    ("messages", {"max_tokens": 5, "messages": [USER, {"role": "assistant", "content": "I"}]}),
+]
 
 junk = st.recursive(
     st.none()
@@ -131,6 +172,21 @@ def replaced(body: Any, path: tuple[Any, ...], value: Any) -> Any:
         inner = inner[key]
     inner[path[-1]] = value
     return body
+
+
+@pytest.mark.parametrize(("path", "body"), FORCED)
+def test_spoiled_requests_for_a_call_are_answered(serve, path, body):
+    stand = serve(["fine"], family="qwen3.5")
+    with httpx.Client(timeout=20) as http:
+
+        @settings(max_examples=25, suppress_health_check=list(HealthCheck))
+        @given(place=st.sampled_from(places(body)), value=junk)
+        def spoil(place, value):
+            session = create(stand.url, policy="branching")
+            response = http.post(f"{session.base_url}/{path}", json=replaced(body, place, value))
+            assert response.status_code in (200, 400), response.text
+
+        spoil()
 
 
 @pytest.mark.parametrize("path", BODIES)
