@@ -133,12 +133,28 @@ class EngineControl:
         }
         self._call("POST", "/update_weights_from_distributed", body)
 
-    def update_from_disk(self, path: str, version: str) -> None:
+    def update_from_tensor(
+        self, handles: Sequence[str], *, version: str | None = None, flush_cache: bool = True
+    ) -> None:
+        """Map tensors of a process on the server's machine and load them under their HF names.
+
+        `handles` has one entry per tensor-parallel rank: base64 of a list of (name, tensor) as
+        `multiprocessing.reduction.ForkingPickler` writes it. Otherwise as `update_from_distributed`.
+        """
+        body = {
+            "serialized_named_tensors": list(handles),
+            "flush_cache": flush_cache,
+            "weight_version": version,
+        }
+        self._call("POST", "/update_weights_from_tensor", body)
+
+    def update_from_disk(self, path: str, version: str, *, flush_cache: bool = True) -> None:
         """Load every weight from a directory in Hugging Face format that the server can read.
 
-        Call while paused: the cache of the old weights is dropped, which running requests would prevent.
+        Call while paused: dropping the cache of the old weights fails while requests run.
         """
-        self._call("POST", "/update_weights_from_disk", {"model_path": path, "weight_version": version})
+        body = {"model_path": path, "weight_version": version, "flush_cache": flush_cache}
+        self._call("POST", "/update_weights_from_disk", body)
 
     def set_weight_version(self, version: str) -> None:
         body = {"new_version": version, "abort_all_requests": False}

@@ -24,10 +24,10 @@ from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.process import TrainerError, TrainerProcess
 from titogym.trainer.batch import TrainBatch
 from titogym.trainer.config import OptimizerConfig
-from titogym.trainer.weights.settings import BroadcastSettings
+from titogym.trainer.weights.settings import WeightSettings
 
 pytestmark = [pytest.mark.train, pytest.mark.engine, pytest.mark.timeout(600)]
-SETTINGS = BroadcastSettings(timeout=60)
+SETTINGS = WeightSettings(timeout=60)
 
 
 @dataclass

@@ -1,20 +1,26 @@
 """The weight-update side of an SGLang server, without a model: it keeps the tensors that it receives.
 
+They come over a process group, as handles to map, or from a directory.
+
 Run as a program it prints its port. `POST /fault {"path": ..., "kind": "refuse" | "die" | "hang"}` makes it
 refuse with status 400, kill itself or never answer at an endpoint; `POST /fault {}` mends it.
 `GET /received` tells digests of all tensors, `GET /state` the calls and their effects.
 """
 
+import base64
 import hashlib
 import json
 import os
+import pickle
 import signal
 import time
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
@@ -98,6 +104,25 @@ class Double:
         dist.broadcast(flat, src=0, group=self.group)
         for name, dtype, part in zip(body["names"], body["dtypes"], flat.split(sizes), strict=True):
             self.received[name] = digest(part.view(getattr(torch, dtype)))
+        self.loaded(body)
+
+    def update_weights_from_tensor(self, body):
+        assert self.open
+        assert self.paused
+        (handles,) = body["serialized_named_tensors"]
+        for name, tensor in pickle.loads(base64.b64decode(handles)):
+            self.received[name] = digest(tensor)
+        self.loaded(body)
+
+    def update_weights_from_disk(self, body):
+        assert self.paused
+        folder = Path(body["model_path"])
+        assert (folder / "config.json").exists()
+        for name, tensor in load_file(folder / "model.safetensors").items():
+            self.received[name] = digest(tensor)
+        self.loaded(body)
+
+    def loaded(self, body):
         self.flushed = body["flush_cache"]
         if body["weight_version"] is not None:
             self.version = body["weight_version"]

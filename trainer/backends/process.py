@@ -19,7 +19,7 @@ from titogym.errors import UserError
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.batch import TrainBatch
 from titogym.trainer.sft import Example, Report, SftConfig
-from titogym.trainer.weights.settings import BroadcastSettings
+from titogym.trainer.weights.settings import WeightSettings
 
 _LAST_WORDS = 5.0  # seconds between the pipe's end and the process's, after which it is ended
 
@@ -104,13 +104,18 @@ class TrainerProcess:
     def save_hf(self, model_dir: Path) -> None:
         self._call("save_hf", model_dir)
 
-    def connect_engines(self, urls: Sequence[str], settings: BroadcastSettings | None = None) -> None:
-        """Join the weight-update group of the SGLang servers at `urls`; replaces an earlier connection."""
-        self._call("connect_engines", list(urls), settings or BroadcastSettings())
+    def connect_engines(self, urls: Sequence[str], settings: WeightSettings | None = None) -> None:
+        """Meet the SGLang servers at `urls` as the settings' mover does; replaces an earlier connection."""
+        self._call("connect_engines", list(urls), settings or WeightSettings())
 
     def publish_weights(self, version: int) -> dict[str, float]:
         """Install the current weights in every engine as `version`. Returns seconds by phase and bytes."""
         figures: dict[str, float] = self._call("publish_weights", version)
+        return figures
+
+    def check_weight_update(self, version: int) -> dict[str, float]:
+        """Publish over noise and compare every tensor. Raises `TrainerError` naming those that differ."""
+        figures: dict[str, float] = self._call("check_weight_update", version)
         return figures
 
     def close(self) -> None:

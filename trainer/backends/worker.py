@@ -12,12 +12,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from titogym.trainer.weights.broadcast import WeightBroadcast
-
 from titogym.trainer.backends.base import Backend, BackendSpec
 from titogym.trainer.backends.ranks import RanksLost, Team, attempt
 from titogym.trainer.sft import Example, SftConfig, sft
-from titogym.trainer.weights.settings import BroadcastSettings
+from titogym.trainer.weights.settings import WeightSettings
+from titogym.trainer.weights.update import WeightUpdates
 
 # name -> class of the backend
 BACKENDS = {"megatron": "titogym.trainer.backends.megatron.backend.MegatronBackend"}
@@ -45,7 +44,7 @@ class Worker:
         self._backend: Backend = getattr(import_module(module), name)(spec)
         self._send = send
         self._first = os.environ.get("RANK", "0") == "0"
-        self._weights: WeightBroadcast | None = None
+        self._weights: WeightUpdates | None = None
 
     def answer(self, method: str, arguments: Sequence[Any]) -> Any:
         if method in self.FORWARDED:
@@ -55,6 +54,7 @@ class Worker:
             "sft": self._sft,
             "connect_engines": self._connect,
             "publish_weights": self._publish,
+            "check_weight_update": self._check,
         }
         return own[method](*arguments)
 
@@ -65,24 +65,34 @@ class Worker:
 
         return sft(self._backend, examples, config, report)
 
-    def _connect(self, urls: Sequence[str], settings: BroadcastSettings) -> None:
+    def _connect(self, urls: Sequence[str], settings: WeightSettings) -> None:
         if not self._first:
             return
         if self._weights is not None:
             self._weights.close()
-        self._weights = WeightBroadcast(urls, settings)
+        self._weights = WeightUpdates(urls, settings)
         self._weights.connect()
 
     def _publish(self, version: int) -> dict[str, float]:
         if not self._first:
-            for (
-                _
-            ) in self._backend.export():  # every rank has a part in it; rank 0 alone sends what comes of it
-                pass
-            return {}
+            return self._export_along()
+        return self._connected().publish(self._backend.export(), str(version))
+
+    def _check(self, version: int) -> dict[str, float]:
+        if not self._first:
+            return self._export_along()
+        return self._connected().check(list(self._backend.export()), str(version))
+
+    def _export_along(self) -> dict[str, float]:
+        """Every rank has a part in the export; rank 0 alone sends what comes of it."""
+        for _ in self._backend.export():
+            pass
+        return {}
+
+    def _connected(self) -> WeightUpdates:
         if self._weights is None:
-            raise RuntimeError("publish_weights before connect_engines")
-        return self._weights.publish(self._backend.export(), str(version))
+            raise RuntimeError("connect_engines comes before any weight update")
+        return self._weights
 
 
 def main(descriptor: int, log: Path | None) -> None:
