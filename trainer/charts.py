@@ -1,4 +1,4 @@
-"""Small line charts as SVG text: no script, no dependency, colours from the page's own style sheet."""
+"""Small line and bar charts as SVG text: no script, no dependency, colours from the page's style sheet."""
 
 import math
 from collections.abc import Sequence
@@ -72,6 +72,25 @@ def line_chart(
                 f'<circle class="dot {s.colour}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}">'
                 f"<title>{tip}</title></circle>"
             )
+    parts.append("</svg>")
+    return "".join(parts)
+
+
+def bar_chart(labels: Sequence[str], values: Sequence[float], *, width: int, height: int) -> str:
+    """An `<svg>` of one bar per label, the tallest as high as the chart; empty text without any value."""
+    if not any(values):
+        return ""
+    tallest, slot = max(values), (width - 2 * _RIGHT) / len(values)
+    parts = [f'<svg viewBox="0 0 {width} {height}" role="img">']
+    for number, (label, value) in enumerate(zip(labels, values, strict=True)):
+        tall = value / tallest * (height - _TOP - _BOTTOM)
+        left, bottom = _RIGHT + number * slot, height - _BOTTOM
+        parts.append(
+            f'<rect class="bar" x="{left + 2:.1f}" y="{bottom - tall:.1f}" width="{slot - 4:.1f}" '
+            f'height="{tall:.1f}"><title>{escape(label)}: {value:.0f}</title></rect>'
+            f'<text class="tick" x="{left + slot / 2:.1f}" y="{height - 8 - 11 * (number % 2)}" '
+            f'text-anchor="middle">{escape(label)}</text>'
+        )
     parts.append("</svg>")
     return "".join(parts)
 

@@ -22,6 +22,7 @@ def train_batch(
     """
     batch = TrainBatch([], [], [], [], temperature=temperature)
     batch.lags = None if version is None else []
+    batch.routes = _routes([sample for group in groups for sample in group.samples])
     for group in groups:
         in_group = sum(sum(sample.loss_mask) for sample in group.samples)
         for sample in group.samples:
@@ -33,6 +34,14 @@ def train_batch(
             if batch.lags is not None and version is not None:
                 batch.lags.append(_lags(sample, version))
     return batch
+
+
+def _routes(samples: Sequence[Sample]) -> list[NDArray[np.unsignedinteger]] | None:
+    """The recorded experts of all samples, or None where none were asked for."""
+    routes = [sample.routes for sample in samples if sample.routes is not None]
+    if routes and len(routes) < len(samples):
+        raise ValueError(f"{len(samples) - len(routes)} of {len(samples)} samples have no expert routes")
+    return routes or None
 
 
 def add_advantages(batch: TrainBatch, groups: Sequence[Group], algorithm: AlgorithmSection) -> None:

@@ -10,7 +10,7 @@ from typing import Literal
 from titogym.envs.task import Task
 from titogym.errors import UserError
 from titogym.harnesses.episode import MODEL_OUTCOMES, EpisodeResult
-from titogym.trainer.batch import Group, Sample
+from titogym.trainer.batch import Group, Sample, route_array
 from titogym.trainer.buffer import Buffer
 from titogym.trainer.config import RolloutSection
 from titogym.trainer.ledger import Assignment, TaskLedger
@@ -243,6 +243,7 @@ def samples_of(episode: EpisodeResult, number: int) -> list[Sample]:
             version_spans=trajectory.version_spans,
             reward=episode.reward,
             episode=number,
+            routes=None if trajectory.routes is None else route_array(trajectory.routes),
             metadata={
                 "session": trajectory.session_id,
                 "leaf": trajectory.leaf,

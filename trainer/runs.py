@@ -1,6 +1,7 @@
 """The run directory: everything that a run leaves on disk, and where.
 
 config.json            the configuration as it ran
+status.json            what it is doing right now, while it runs
 versions.json          what the run was made with: titogym, Python and the packages that matter
 metrics.jsonl          one line per step (names: `metrics.MEANINGS`)
 eval.jsonl             one line per held-out evaluation
@@ -38,6 +39,7 @@ from titogym.trainer.storage import read_groups, write_groups
 
 Record = dict[str, Any]
 _STEP = re.compile(r"step-(\d+)$")
+_STATUS_SECONDS = 10.0  # a status that is older is that of a process that was killed
 
 
 class RunDirectory:
@@ -166,6 +168,25 @@ class RunDirectory:
         """Something worth a line: `kind` names it, `step` is the step during which it happened."""
         _append(self.events_path, {"kind": kind, "step": step, "time": time.time(), **details})
 
+    # --- status --------------------------------------------------------------------------------------
+
+    def write_status(self, status: Mapping[str, Any]) -> None:
+        """What the run is doing right now, for pages that watch it."""
+        temporary = self.path / "status.partial"
+        temporary.write_bytes(orjson.dumps({**status, "time": time.time()}))
+        temporary.replace(self.path / "status.json")
+
+    def clear_status(self) -> None:
+        (self.path / "status.json").unlink(missing_ok=True)
+
+    def status(self) -> Record | None:
+        """What the run is doing, None when it is not running."""
+        try:
+            status: Record = orjson.loads((self.path / "status.json").read_bytes())
+        except (OSError, orjson.JSONDecodeError):
+            return None
+        return status if time.time() - status["time"] < _STATUS_SECONDS else None
+
     # --- trajectories --------------------------------------------------------------------------------
 
     def keep_trajectories(self, name: str, records: list[Record]) -> None:
@@ -180,6 +201,14 @@ class RunDirectory:
         for path in sorted((self.path / "trajectories").glob("*.jsonl")):
             for number, record in enumerate(read_lines(path)):
                 yield f"{path.stem}/{number}", record
+
+    def trajectory(self, place: str) -> Record | None:
+        """The kept trajectory at `place` (`step-000003/0`), None when there is none."""
+        name, _, number = place.partition("/")
+        for index, record in enumerate(read_lines(self.path / "trajectories" / f"{name}.jsonl")):
+            if index == int(number):
+                return record
+        return None
 
     # --- checkpoints ---------------------------------------------------------------------------------
 

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from titogym.errors import UserError
 from titogym.gateway import launch as gateway
 from titogym.gateway.engines import launch as engines
+from titogym.gateway.engines.control import EngineControl
 from titogym.gateway.launch import GatewayProcess
 from titogym.processes import Child
 from titogym.trainer.backends.base import BackendSpec
@@ -69,6 +70,8 @@ def running(
                     stack.callback(engine.stop)
                     children.append(engine.child)
                     urls = [engine.url]
+                if config.trainer.r3:
+                    _check_routes(urls)
                 loaded.result()
             except BaseException:
                 trainer.close()  # else leaving the pool would wait for the model
@@ -82,6 +85,17 @@ def running(
         children += [one.child for one in served]
         trainer.connect_engines(urls)
         yield Services(trainer, served[0], tuple(children), served[1] if eval_urls else None)
+
+
+def _check_routes(urls: Sequence[str]) -> None:
+    for url in urls:
+        engine = EngineControl(url)
+        with closing(engine):
+            if not engine.info().expert_routes:
+                raise UserError(
+                    f"trainer.r3 replays expert routes, and the engine at {url} returns none: start it with "
+                    "--enable-return-routed-experts, or set trainer.r3 to false."
+                )
 
 
 def _start_gateway(config: RunConfig, urls: Sequence[str], logs: Path) -> GatewayProcess:
@@ -131,6 +145,7 @@ def _engine_options(config: RunConfig) -> engines.EngineOptions:
         tensor_parallel=settings.tensor_parallel,
         threads=settings.threads,
         seed=config.run.seed,
+        expert_routes=config.trainer.r3,
         extra=tuple(settings.extra),
     )
 

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from titogym.envs.sandboxes.registry import backend as sandbox_backend
 from titogym.envs.task import Limits, Task
 from titogym.errors import UserError
 from titogym.gateway.client import GatewayClient
+from titogym.gateway.routes import route_shape
 from titogym.harnesses.base import Harness
 from titogym.harnesses.episode import EpisodeResult, run_episode
 from titogym.harnesses.registry import harness
@@ -29,7 +30,9 @@ from titogym.trainer.config import RolloutSection, RunConfig
 from titogym.trainer.drivers import DRIVERS
 from titogym.trainer.drivers.base import Parts
 from titogym.trainer.evaluation import DedicatedEngines
+from titogym.trainer.live import serving
 from titogym.trainer.progress import Progress
+from titogym.trainer.report import write_html
 from titogym.trainer.rollout import RunEpisode
 from titogym.trainer.runs import RunDirectory
 from titogym.trainer.trackers import trackers
@@ -56,8 +59,10 @@ def run_training(config: RunConfig, console: Console, *, resume: bool = False) -
     checkpoint = checkpoints[max(checkpoints)] if checkpoints else None
     try:
         with (
+            _explained(run),
             _logging_to(run.logs / "driver.log"),
             asyncio.Runner() as runner,
+            _live_page(config, run, progress),
             services.running(config, run.logs, checkpoint, progress.note) as up,
             progress.running(),
         ):
@@ -74,6 +79,28 @@ def run_training(config: RunConfig, console: Console, *, resume: bool = False) -
     finally:
         run.release()
     return run
+
+
+@contextmanager
+def _explained(run: RunDirectory) -> Iterator[None]:
+    """A run that is stopped leaves a report of what it came to, as one that ends well does."""
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError, UserError):  # which would hide why the run was stopped
+            if run.metrics():
+                write_html(run)
+        raise
+
+
+@contextmanager
+def _live_page(config: RunConfig, run: RunDirectory, progress: Progress) -> Iterator[None]:
+    if config.tracking.port is None:
+        yield
+        return
+    with serving(run, config.tracking.port) as url:
+        progress.note(f"Watch this run at {url}")
+        yield
 
 
 @contextmanager
@@ -107,6 +134,8 @@ def prepare(config: RunConfig) -> Prepared:
     """Everything that is found by name or read from disk. Raises `UserError` where it is not there."""
     tokenizer = Tokenizer.load(config.model.dir)
     resolve(config.model.dir, config.model.family)
+    if config.trainer.r3 and route_shape(config.model.dir) is None:
+        raise UserError("trainer.r3 replays the experts of mixture-of-experts models: set it to false.")
     training, evaluation = config.environment, config.eval
     tasks = registry.tasks(training.source, split=training.split, seed=training.seed, count=training.count)
     eval_tasks: list[Task] = []
@@ -218,6 +247,8 @@ def _session_options(config: RunConfig, temperature: float) -> dict[str, Any]:
             "max_tokens": config.rollout.max_tokens_per_turn,
         },
     }
+    if config.trainer.r3:
+        options["routes"] = True
     if config.gateway.matcher is not None:
         options["matcher"] = config.gateway.matcher
     return options

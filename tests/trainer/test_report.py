@@ -15,7 +15,7 @@ from tests.trainer.test_asynchronous import Case
 from tests.trainer.worlds import failed, tasks
 from titogym.cli.main import app
 from titogym.errors import UserError
-from titogym.trainer import report
+from titogym.trainer import report, view
 from titogym.trainer.charts import Series, line_chart, nice_ticks
 from titogym.trainer.evaluation import summarise
 from titogym.trainer.progress import Progress, Status
@@ -78,7 +78,7 @@ def test_the_report_is_one_well_formed_file_with_everything_in_it(directory):
 
 
 def test_the_report_shows_the_same_held_out_task_before_and_after(directory):
-    chosen = report.choose(list(RunDirectory(directory).trajectories()))
+    chosen = view.choose(list(RunDirectory(directory).trajectories()))
     assert [(place.partition("/")[0], record["task"]) for place, record in chosen[:4]] == [
         ("eval-000000", "test-0"),
         ("eval-000008", "test-0"),

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -174,6 +174,7 @@ class Driver(ABC):
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
         finally:
+            self._run.clear_status()
             self._thread.shutdown(wait=False)
 
     # --- what drivers differ in ----------------------------------------------------------------------
@@ -379,6 +380,7 @@ class Driver(ABC):
 
     async def _watch_health(self) -> None:
         while True:
+            self._run.write_status(asdict(self._status()))
             self._parts.check_health()
             await asyncio.sleep(_HEALTH_INTERVAL)
 
