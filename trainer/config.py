@@ -408,6 +408,34 @@ class OptimizerConfig(Section):
     min_lr: NonNegative = Field(default=0.0, description="Where such a schedule ends.")
 
 
+class WeightsSection(Section):
+    """How new weights reach the engines (docs/weights.md says which way to choose)."""
+
+    mover: Literal["broadcast", "handoff", "disk", "p2p"] = Field(
+        default="broadcast",
+        description="`broadcast` over a process group, `handoff` of memory on one machine, `disk` writes what "
+        "changed, `p2p` writes into memory beside each engine.",
+    )
+    mode: Literal["retract", "in_place", "abort"] = Field(
+        default="retract",
+        description="What becomes of requests in flight: computed anew under the new weights, kept with the "
+        "old weights' keys and values, or ended.",
+    )
+    bucket_mb: Count = Field(default=512, description="MiB of weights that travel at once.")
+    timeout: Positive = Field(default=120.0, description="Seconds that any one step of an update may take.")
+    check: bool = Field(
+        default=True,
+        description="Before the first step, fill the engines with noise, send the weights and compare every "
+        "tensor.",
+    )
+    encoding: Literal["xor", "overwrite"] = Field(
+        default="xor", description="Mover disk: how a changed tensor is written."
+    )
+    rebase_every: Count = Field(
+        default=20, description="Mover disk: versions after which the weights are written whole again."
+    )
+
+
 class CheckpointSection(Section):
     """What survives a crash."""
 
@@ -473,6 +501,7 @@ class RunConfig(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     trainer: TrainerSection = TrainerSection()
     optimizer: OptimizerConfig = OptimizerConfig()
+    weights: WeightsSection = WeightsSection()
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection | None = None
     tracking: TrackingSection = TrackingSection()

@@ -15,6 +15,7 @@ from titogym.processes import Child
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.process import TrainerProcess
 from titogym.trainer.config import RunConfig
+from titogym.trainer.weights.settings import WeightSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,11 @@ def running(
             served.append(_start_gateway(config, eval_urls, logs / "eval"))
             stack.callback(served[1].stop)
         children += [one.child for one in served]
-        trainer.connect_engines(urls)
+        trainer.connect_engines(urls, _weight_settings(config))
+        if config.weights.check:
+            report("Checking that every weight arrives in the engines")
+            if not trainer.check_weight_update()["publish/tensors_checked"]:
+                report("Not checked: an engine spreads its weights over several ranks")
         yield Services(trainer, served[0], tuple(children), served[1] if eval_urls else None)
 
 
@@ -131,6 +136,21 @@ def _backend_spec(config: RunConfig) -> BackendSpec:
         timeout=settings.timeout,
         reference=config.algorithm.needs_reference,
         value_head=config.algorithm.needs_value,
+    )
+
+
+def _weight_settings(config: RunConfig) -> WeightSettings:
+    settings = config.weights
+    return WeightSettings(
+        mover=settings.mover,
+        mode=settings.mode,
+        bucket_bytes=settings.bucket_mb * 2**20,
+        expert_factor=config.trainer.expert_parallel,
+        timeout=settings.timeout,
+        directory=config.run.dir / "weights",
+        model_dir=config.model.dir,
+        encoding=settings.encoding,
+        rebase_every=settings.rebase_every,
     )
 
 

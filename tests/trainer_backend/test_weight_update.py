@@ -155,6 +155,27 @@ def test_every_tensor_arrives_over_noise(world, tmp_path):
     assert control.info().weight_version == str(world.version)
 
 
+@pytest.mark.parametrize("mover", ["handoff", "disk", "p2p"])
+def test_every_mover_brings_every_tensor_and_the_version(world, tiny_model, tmp_path, mover):
+    trainer, control = world.trainer, world.control
+    settings = WeightSettings(mover=mover, timeout=60, directory=tmp_path / "weights", model_dir=tiny_model)
+    trainer.connect_engines([world.engine.url], settings)
+    try:
+        world.change_weights()
+        assert trainer.check_weight_update()["publish/tensors_checked"] >= 15
+        for _ in range(2):  # whole, then what changed
+            world.change_weights()
+            world.publish()
+            trainer.save_hf(tmp_path / str(world.version))
+            exported = load_file(tmp_path / str(world.version) / "model.safetensors")
+            weights = [Weight(n, t.shape, t.numpy().tobytes()) for n, t in exported.items()]
+            assert differing_weights(control.weight_digests(), weights) == []
+            assert control.info().weight_version == str(world.version)
+        assert gap(world, 1.0) <= 1e-4
+    finally:
+        trainer.connect_engines([world.engine.url], SETTINGS)
+
+
 def test_a_request_in_flight_goes_on_under_the_new_weights(world):
     world.publish()
     asked = prompts(3, seed=2)

@@ -113,9 +113,12 @@ class TrainerProcess:
         figures: dict[str, float] = self._call("publish_weights", version)
         return figures
 
-    def check_weight_update(self, version: int) -> dict[str, float]:
-        """Publish over noise and compare every tensor. Raises `TrainerError` naming those that differ."""
-        figures: dict[str, float] = self._call("check_weight_update", version)
+    def check_weight_update(self) -> dict[str, float]:
+        """Send the weights over noise and compare every tensor: `titogym.trainer.weights.update`.
+
+        Raises `TrainerError` naming those that differ.
+        """
+        figures: dict[str, float] = self._call("check_weight_update")
         return figures
 
     def close(self) -> None:

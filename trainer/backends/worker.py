@@ -18,6 +18,7 @@ from titogym.trainer.sft import Example, SftConfig, sft
 from titogym.trainer.weights.settings import WeightSettings
 from titogym.trainer.weights.update import WeightUpdates
 
+PREFLIGHT = "preflight"  # what engines call the weights of the check; no published version is called so
 # name -> class of the backend
 BACKENDS = {"megatron": "titogym.trainer.backends.megatron.backend.MegatronBackend"}
 
@@ -78,10 +79,10 @@ class Worker:
             return self._export_along()
         return self._connected().publish(self._backend.export(), str(version))
 
-    def _check(self, version: int) -> dict[str, float]:
+    def _check(self) -> dict[str, float]:
         if not self._first:
             return self._export_along()
-        return self._connected().check(list(self._backend.export()), str(version))
+        return self._connected().check(list(self._backend.export()), PREFLIGHT)
 
     def _export_along(self) -> dict[str, float]:
         """Every rank has a part in the export; rank 0 alone sends what comes of it."""
