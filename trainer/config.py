@@ -413,8 +413,8 @@ class WeightsSection(Section):
 
     mover: Literal["broadcast", "handoff", "disk", "p2p"] = Field(
         default="broadcast",
-        description="`broadcast` over a process group, `handoff` of memory on one machine, `disk` writes what "
-        "changed, `p2p` writes into memory beside each engine.",
+        description="`broadcast` over a process group, `handoff` of memory on one machine, `disk` writes "
+        "what changed, `p2p` writes into memory beside each engine.",
     )
     mode: Literal["retract", "in_place", "abort"] = Field(
         default="retract",
