@@ -10,19 +10,20 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast
 from urllib.parse import urlsplit
 
 from titogym.cancellation import to_its_end
 from titogym.envs.environment import AgentEnvironment, Environment, InteractiveEnvironment, Observation
 from titogym.envs.registry import environment as find_environment
-from titogym.envs.sandboxes.base import Sandbox, SandboxBackend, SandboxError, SandboxSpec
+from titogym.envs.sandboxes.base import Sandbox, SandboxBackend, SandboxError
 from titogym.envs.task import GradingError, Task
 from titogym.errors import UserError
 from titogym.gateway.client import GatewayClient, GatewayError, SessionHandle
 from titogym.gateway.trajectories import Trajectory
 from titogym.harnesses.base import Connection, Harness, HarnessResult, Outcome, Player
+from titogym.harnesses.warm import INSIDE_PORT, WarmStarts, address_of, enclosed, spec_of
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,6 @@ HARNESS_GRACE = 10.0  # seconds past the agent's limit until a harness that does
 VERIFIER_GRACE = 10.0  # the same for a grader
 CLEANUP_SECONDS = 30.0  # longest wait for a sandbox or a session to go
 MODEL = "titogym"  # the name by which agents ask for their model; a gateway serves one
-INSIDE_PORT = 8080  # loopback port of a sandbox that leads to the gateway
 
 # What a session says of its last refused request -> how the attempt ended.
 _SESSION_CAUSES: dict[str, EpisodeOutcome] = {
@@ -89,16 +89,17 @@ async def run_episode(
     session_options: Mapping[str, Any] | None = None,
     labels: Mapping[str, str] | None = None,
     keep_session: bool = False,
+    warm: WarmStarts | None = None,
 ) -> EpisodeResult:
     """Let `harness` attempt `task` once.
 
     `session_options` are fields of the gateway's session (matcher, policy, sampling, ...); the harness's
     matcher and the task's limits of turns and tokens stand where they are silent. `labels` name the
     sandbox and the session. With `keep_session` the session of an episode that was not cancelled is
-    the caller's to delete. Raises nothing but `asyncio.CancelledError`, and that only after everything
-    is cleaned up.
+    the caller's to delete. `warm` may hold a world that was made ready for this very episode. Raises
+    nothing but `asyncio.CancelledError`, and that only after everything is cleaned up.
     """
-    episode = _Episode(task, harness, backend, gateway, session_options or {}, labels or {})
+    episode = _Episode(task, harness, backend, gateway, session_options or {}, labels or {}, warm)
     ended = False
     try:
         await episode.run()
@@ -137,16 +138,19 @@ class _Episode:
         gateway: GatewayClient,
         session_options: Mapping[str, Any],
         labels: Mapping[str, str],
+        warm: WarmStarts | None,
     ) -> None:
         self._task = task
         self._harness = harness
         self._backend = backend
         self._gateway = gateway
         self._session_options = session_options
+        self._given = labels
         self._labels = {"task": task.id, **labels}
+        self._warm = warm
         # Creation runs in tasks of its own: a cancellation in its midst must still know what to destroy.
         self._session: asyncio.Task[SessionHandle] | None = None
-        self._sandbox: asyncio.Task[Sandbox] | None = None
+        self._sandbox: asyncio.Future[Sandbox] | None = None
         self._environment: Environment | None = None
         self.result = EpisodeResult(task.id, "setup_error")
 
@@ -182,6 +186,12 @@ class _Episode:
             self._environment = environment
             await self._harness.prepare()
             session = await self._create_session()
+            ready = await self._warm.take(self._task, self._given) if self._warm else None
+            if ready is not None:
+                self._environment = environment = ready.environment
+                self._sandbox = asyncio.get_running_loop().create_future()
+                self._sandbox.set_result(ready.sandbox)
+                return _World(environment, ready.first, ready.sandbox, self._connection(session))
             sandbox = await self._create_sandbox(session) if environment.needs_sandbox else None
             first = await environment.reset(self._task, sandbox)
         except GatewayError as error:
@@ -228,21 +238,14 @@ class _Episode:
         return session
 
     async def _create_sandbox(self, session: SessionHandle) -> Sandbox:
-        spec = replace(
-            SandboxSpec.for_task(self._task, self._labels),
-            mounts=self._harness.mounts(),
-            services={INSIDE_PORT: _address(session.base_url)} if self._enclosed() else {},
-        )
+        address = address_of(session.base_url) if enclosed(self._harness, self._task) else None
+        spec = spec_of(self._task, self._harness, self._given, address)
         self._sandbox = asyncio.ensure_future(self._backend.create(spec))
         return await asyncio.shield(self._sandbox)
 
-    def _enclosed(self) -> bool:
-        """Whether the agent's program runs where no network is, and needs a way out to the gateway."""
-        return self._harness.inside and self._task.network == "none"
-
     def _connection(self, session: SessionHandle) -> Connection:
         url = session.base_url
-        if self._enclosed():
+        if enclosed(self._harness, self._task):
             url = urlsplit(url)._replace(scheme="http", netloc=f"127.0.0.1:{INSIDE_PORT}").geturl()
         return Connection(url, session.api_key, MODEL, self._task.env)
 
@@ -330,18 +333,13 @@ class _Episode:
             self.result.seconds[name] = time.monotonic() - started
 
 
-def _address(url: str) -> str:
-    parts = urlsplit(url)
-    return f"{parts.hostname}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
-
-
 def _unexpected(where: str, error: Exception) -> str:
     log.error("unexpected error in %s", where, exc_info=error)
     return f"Unexpected error in {where}: {type(error).__name__}: {error}"
 
 
 async def _destroy(
-    what: str, made: "asyncio.Task[T] | None", destroy: Callable[[T], Awaitable[None]]
+    what: str, made: "asyncio.Future[T] | None", destroy: Callable[[T], Awaitable[None]]
 ) -> None:
     if made is None:
         return

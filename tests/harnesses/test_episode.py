@@ -16,7 +16,7 @@ import pytest
 from tests.doubles.scripted_engine import Fault, ScriptedEngine
 from tests.harnesses.world import PASS_IF_DONE, World, call, processes, say, task
 from titogym.envs.sandboxes.base import Mount, Sandbox, SandboxError, SandboxSpec
-from titogym.envs.sandboxes.local import LocalBackend
+from titogym.envs.sandboxes.local import LocalBackend, LocalSandbox
 from titogym.envs.task import Task
 from titogym.errors import UserError
 from titogym.gateway.client import GatewayClient
@@ -24,6 +24,7 @@ from titogym.gateway.launch import GatewayProcess, launch
 from titogym.harnesses.base import Connection, HarnessResult
 from titogym.harnesses.episode import EpisodeResult, run_episode
 from titogym.harnesses.openai_loop import OpenAILoop
+from titogym.harnesses.warm import WarmStarts
 from titogym.templates.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.sandbox
@@ -125,7 +126,7 @@ async def test_background_processes_do_not_see_the_grading(world: World) -> None
 
 async def test_the_time_to_make_a_sandbox_is_not_the_agents(world: World) -> None:
     world.script(call("touch done"), say("done"))
-    slow = SlowBackend(world.backend, seconds=1.5)
+    slow = SlowBackend(world.backend.root, seconds=1.5)
     result = await run_episode(
         task(PASS_IF_DONE, agent_seconds=1.4), harness=OpenAILoop(), backend=slow, gateway=world.gateway
     )
@@ -133,22 +134,23 @@ async def test_the_time_to_make_a_sandbox_is_not_the_agents(world: World) -> Non
     assert result.seconds["setup"] >= 1.5
 
 
-@dataclass
-class SlowBackend:
-    backend: LocalBackend
-    seconds: float
+class SlowBackend(LocalBackend):
+    def __init__(self, root: Path, seconds: float) -> None:
+        super().__init__(root)
+        self._seconds = seconds
 
-    async def create(self, spec: SandboxSpec) -> Sandbox:
-        sandbox = await self.backend.create(spec)
-        await asyncio.sleep(self.seconds)
+    async def create(self, spec: SandboxSpec) -> LocalSandbox:
+        sandbox = await super().create(spec)
+        await asyncio.sleep(self._seconds)
         return sandbox
 
 
-class BrokenBackend:
+class BrokenBackend(LocalBackend):
     def __init__(self, error: Exception) -> None:
+        super().__init__()
         self._error = error
 
-    async def create(self, spec: SandboxSpec) -> Sandbox:
+    async def create(self, spec: SandboxSpec) -> LocalSandbox:
         raise self._error
 
 
@@ -250,7 +252,7 @@ async def test_no_way_out_leaves_anything(
 
 
 async def test_a_cancellation_while_the_sandbox_is_made_leaves_nothing(world: World) -> None:
-    slow = SlowBackend(world.backend, seconds=0.5)
+    slow = SlowBackend(world.backend.root, seconds=0.5)
     episode = asyncio.create_task(
         run_episode(task(), harness=Agent(idle), backend=slow, gateway=world.gateway)
     )
@@ -350,3 +352,26 @@ async def test_faults_of_the_engine_do_not_spill_into_other_episodes(world: Worl
     world.engine.faults.append(Fault("error", 0, 500))
     results = await asyncio.gather(*(world.run(task(PASS_IF_DONE), OpenAILoop(retries=0)) for _ in range(4)))
     assert sorted(result.outcome for result in results) == ["engine_error", *["finished"] * 3]
+
+
+# --- begun ahead
+
+
+async def test_a_warm_start_is_the_same_episode_and_what_is_not_taken_goes(world):
+    world.script(call("cat notes.txt; touch done"), say("ok"))
+    warm = WarmStarts(2, harness=OpenAILoop(), backend=world.backend, gateway=world.gateway)
+    sample = task(PASS_IF_DONE)
+    for number in range(3):
+        warm.announce(sample, {"attempt": str(number)})
+    while len(world.left_on_disk()) < 2:  # noqa: ASYNC110 (a disk has no event)
+        await asyncio.sleep(0.01)
+    result = await world.run(sample, OpenAILoop(), labels={"attempt": "0"}, warm=warm)
+    assert (result.outcome, result.reward) == ("finished", 1.0)
+    cold = await world.run(sample, OpenAILoop(), labels={"attempt": "unannounced"}, warm=warm)
+    assert cold.reward == 1.0
+    cancelled = asyncio.create_task(world.run(sample, OpenAILoop(), labels={"attempt": "1"}, warm=warm))
+    await asyncio.sleep(0.02)
+    cancelled.cancel()
+    await asyncio.wait({cancelled})
+    await warm.close()
+    await world.assert_nothing_left()

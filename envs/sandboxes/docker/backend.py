@@ -21,6 +21,7 @@ from titogym.errors import UserError
 log = logging.getLogger(__name__)
 
 PLAIN_IMAGE = "python:3.12-slim"
+SETTLE_SECONDS = 2.0  # that a busy engine may go on with what a killed driver had asked of it
 POLICY = CreationPolicy(rate=20.0, burst=32, attempts=4)  # one engine starts a few containers a second
 
 
@@ -51,6 +52,7 @@ class DockerBackend:
         self._opened: asyncio.Task[None] | None = None
         self._engine: Engine | None = None
         self._images: Images | None = None
+        self._reaped = Reaped([], {})
         self.storage: StorageWatch | None = None  # where the engine's disk can be seen from here
         self.limits_disk = True  # until the engine has refused to
 
@@ -90,7 +92,9 @@ class DockerBackend:
 
     async def reap(self) -> Reaped:
         await self._open()
-        return await leftovers.reap(self.engine)
+        first, self._reaped = self._reaped, Reaped([], {})  # what was swept up when this backend connected
+        done = await leftovers.reap(self.engine, SETTLE_SECONDS)
+        return Reaped([*first.destroyed, *done.destroyed], done.failed)
 
     async def delete_snapshot(self, snapshot: Snapshot) -> None:
         reference = reference_of(snapshot)
@@ -124,8 +128,8 @@ class DockerBackend:
         directory = info.get("DockerRootDir")
         if self._engine.here and directory and await asyncio.to_thread(os.path.isdir, directory):
             self.storage = StorageWatch(Path(directory))
-        reaped = await leftovers.reap(self._engine)
-        for name, reason in reaped.failed.items():
+        self._reaped = await leftovers.reap(self._engine, settle=0.0)
+        for name, reason in self._reaped.failed.items():
             log.warning("the leftover sandbox %s could not be removed: %s", name, reason)
 
 

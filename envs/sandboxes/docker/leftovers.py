@@ -1,5 +1,6 @@
 """Everything on the engine that belongs to a sandbox, found by its labels and removed."""
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,6 +12,7 @@ from titogym.envs.sandboxes.docker.engine import Engine
 
 _GONE = 404
 _BUSY = 409  # it is being removed, or what uses it is
+_LOOK_SECONDS = 0.5
 _PATIENCE = 10.0  # s that removing one thing may be busy
 
 
@@ -19,17 +21,28 @@ async def remove(engine: Engine, sandbox_id: str) -> None:
     await engine.call(_remove, engine.api, sandbox_id)
 
 
-async def reap(engine: Engine) -> Reaped:
-    """Remove what dead or overdue drivers left on this engine."""
+async def reap(engine: Engine, settle: float) -> Reaped:
+    """Remove what dead or overdue drivers left on this engine.
+
+    Looks until nothing has been found for `settle` seconds: an engine goes on with what a driver asked of
+    it just before it was killed.
+    """
     destroyed: list[str] = []
     failed: dict[str, str] = {}
-    for name in sorted(await leftovers(engine)):
-        try:
-            await remove(engine, name)
-            destroyed.append(name)
-        except SandboxError as error:
-            failed[name] = str(error)
-    return Reaped(destroyed, failed)
+    quiet = time.monotonic()
+    while True:
+        found = await leftovers(engine) - failed.keys()
+        for name in sorted(found):
+            try:
+                await remove(engine, name)
+                destroyed.append(name)
+            except SandboxError as error:
+                failed[name] = str(error)
+        now = time.monotonic()
+        quiet = now if found else quiet
+        if now - quiet >= settle:
+            return Reaped(list(dict.fromkeys(destroyed)), failed)
+        await asyncio.sleep(min(_LOOK_SECONDS, settle))
 
 
 async def leftovers(engine: Engine) -> set[str]:
