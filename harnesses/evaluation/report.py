@@ -49,9 +49,8 @@ def write_report(directory: EvaluationDirectory) -> Path:
 def lead(scores: Scores, settings: Mapping[str, Any]) -> str:
     """The result in one sentence."""
     planned = settings["planned"]
-    part = (
-        "" if scores.episodes >= planned else f" {planned - scores.episodes} of {planned} are not made yet."
-    )
+    left = planned - scores.episodes
+    part = f" {left} of {planned} episodes are not made yet." if left > 0 else ""
     if scores.reward is None:
         return f"No episode of {settings['source']} was graded.{part}"
     told = f"pass@1 {scores.pass_at[1]}" if 1 in scores.pass_at else f"mean reward {scores.reward}"

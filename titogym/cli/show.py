@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,8 +12,10 @@ from rich.text import Text
 from titogym.cli.control import visible
 from titogym.cli.transcript import replay
 from titogym.errors import UserError
-from titogym.harnesses.evaluation.records import EvaluationDirectory, read_episode
 from titogym.trainer.runs import RunDirectory
+
+if TYPE_CHECKING:
+    from titogym.harnesses.evaluation.records import EvaluationDirectory
 
 
 def command(
@@ -41,6 +43,8 @@ def command(
     Dim tokens came from the template, the task or a tool and carry no loss. The others were sampled by the
     model: green is likely, red is unlikely; without colours they stand in ⟦brackets⟧.
     """
+    from titogym.harnesses.evaluation.records import EvaluationDirectory, read_episode
+
     if episode is not None and trajectory is not None:
         raise UserError("Give either --episode, of an evaluation, or --trajectory, of a training run.")
     if path.is_file():
@@ -54,7 +58,7 @@ def command(
     _show_run(path, trajectory, table)
 
 
-def _show_evaluation(directory: EvaluationDirectory, episode: str | None) -> None:
+def _show_evaluation(directory: "EvaluationDirectory", episode: str | None) -> None:
     if episode is not None:
         replay(directory.episode(episode))
         return
