@@ -41,7 +41,7 @@ from titogym.gateway.settings import GatewaySettings
 from titogym.gateway.telemetry import Telemetry
 from titogym.gateway.trajectories import cut, unsuperseded
 from titogym.gateway.viewer.routes import Viewer
-from titogym.templates.model import ModelAssets, load_model_assets
+from titogym.templates.model import ModelAssets, check_vocabulary, load_model_assets
 
 _LOG = logging.getLogger("titogym.gateway")
 _SWEEP_SECONDS = 5.0
@@ -360,6 +360,7 @@ def create_app(settings: GatewaySettings) -> Starlette:
     from titogym.gateway.engines.sglang import SGLangEngine
 
     assets = load_model_assets(settings.model_dir, settings.family)
+    check_vocabulary(settings.model_dir, assets.tokenizer)
     return application(settings, assets, [SGLangEngine(url) for url in settings.engines])
 
 

@@ -66,6 +66,18 @@ def load_model_assets(
     return assemble(model_dir, family, tokenizer, renderer)
 
 
+def check_vocabulary(model_dir: Path, tokenizer: Tokenizer) -> None:
+    """Raises `UserError` where the tokenizer has ids that the model does not know: one in a prompt ends an
+    engine."""
+    size = published.vocabulary(model_dir)
+    if size and tokenizer.highest_id >= size:
+        raise UserError(
+            f"The tokenizer of {model_dir} has token ids up to {tokenizer.highest_id}, but config.json says "
+            f"vocab_size {size}: no engine survives a token beyond it. Take the tokenizer that belongs to "
+            "the model, or enlarge the model's embeddings."
+        )
+
+
 def assemble(model_dir: Path, family: Family, tokenizer: Tokenizer, renderer: Renderer) -> ModelAssets:
     """Join the parts. Raises `UserError` when the tokenizer lacks a token that the family ends turns with."""
     closer_ids = tuple(tokenizer.encode_inside(family.closer))

@@ -35,6 +35,7 @@ class Tokenizer:
             token_id: token for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         }
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.highest_id: int = max(backend.get_vocab_size(with_added_tokens=False) - 1, *self._added, 0)
         self.special_ids = frozenset(specials)
         self.special_texts = tuple(token.content for token in specials.values())
         self._guard = Guard(self.special_texts)

@@ -17,6 +17,8 @@ import psutil
 from titogym.errors import UserError
 from titogym.gateway.engines.environment import Device, default_device, engine_python
 from titogym.processes import Child, free_port, spawn
+from titogym.templates.model import check_vocabulary
+from titogym.templates.tokenizer import Tokenizer
 
 _CPU_SHIM = Path(__file__).parent / "cpu_shim"
 _SCRATCH = "titogym-engine-"
@@ -138,6 +140,8 @@ def launch(
     """
     if not (Path(options.model) / "config.json").is_file():
         raise UserError(f"{options.model} is no model directory: it has no config.json.")
+    if (Path(options.model) / "tokenizer.json").is_file():
+        check_vocabulary(Path(options.model), Tokenizer.load(Path(options.model)))
     python = engine_python(options.device, report)
     port = options.port or free_port()
     _check_free(options.host, port)

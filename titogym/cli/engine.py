@@ -9,6 +9,7 @@ import typer
 
 from titogym import venvs
 from titogym.errors import UserError
+from titogym.processes import free_port
 
 
 def command(
@@ -62,7 +63,7 @@ def command(
     options = EngineOptions(
         model=str(model),
         host=host,
-        port=port,
+        port=port or free_port(),
         device=None if device == "auto" else device,  # type: ignore[arg-type]
         dtype=dtype,
         context_length=context_length,
@@ -75,7 +76,7 @@ def command(
         threads=threads,
         extra=tuple(sglang_options or ()),
     )
-    log = log or venvs.home() / "logs" / f"engine-{port}.log"
+    log = log or venvs.home() / "logs" / f"engine-{options.port}.log"
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_bytes(b"")

@@ -1,8 +1,10 @@
 """`titogym serve`: the gateway in this process."""
 
+import asyncio
 import gc
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -31,7 +33,11 @@ def command(
         typer.Option(envvar="TITOGYM_ADMIN_KEY", help="Key of the admin routes: 8 characters or more."),
     ] = None,
     journal: Annotated[
-        Path | None, typer.Option(help="SQLite file that keeps sessions over a restart.")
+        Path | None,
+        typer.Option(
+            help="SQLite file that keeps sessions over a restart.  [default: one per port in titogym's "
+            "cache; with --port 0 none]"
+        ),
     ] = None,
     public_url: Annotated[
         str | None, typer.Option(help="Base URL by which agents reach this gateway.")
@@ -56,6 +62,8 @@ def command(
     from titogym.gateway.telemetry import log_to_stderr
 
     listener = _listen(host, port)
+    if port:
+        journal = journal or home() / "gateway" / f"journal-{port}.sqlite"
     port = listener.getsockname()[1]
     try:
         settings = GatewaySettings(
@@ -65,7 +73,7 @@ def command(
             host=host,
             family=family,
             admin_key=admin_key,
-            journal=journal or home() / "gateway" / f"journal-{port}.sqlite",
+            journal=journal,
             public_url=public_url,
             context_length=context_length,
             max_sessions=max_sessions,
@@ -89,8 +97,24 @@ def command(
         timeout_keep_alive=75,
         timeout_graceful_shutdown=3,
     )
-    typer.echo(f"Gateway at http://{host}:{port}, sessions in {settings.journal}")
+    typer.echo(f"Gateway at http://{host}:{port}, sessions in {settings.journal or 'a temporary file'}")
+    for url in asyncio.run(_silent(settings.engines)):
+        typer.echo(f"Warning: engine {url} does not answer; turns get 503 while no engine does.", err=True)
     uvicorn.Server(config).run(sockets=[listener])
+
+
+async def _silent(urls: Sequence[str]) -> list[str]:
+    """The engines that do not answer now."""
+    from titogym.gateway.engines.sglang import SGLangEngine
+
+    engines = [SGLangEngine(url) for url in urls]
+    looks = [asyncio.create_task(engine.healthy()) for engine in engines]
+    await asyncio.wait(looks, timeout=1.0)
+    silent = [url for url, look in zip(urls, looks, strict=True) if not (look.done() and look.result())]
+    for look, engine in zip(looks, engines, strict=True):
+        look.cancel()
+        await engine.close()
+    return silent
 
 
 def _listen(host: str, port: int) -> socket.socket:
