@@ -105,6 +105,7 @@ class EngineInfo:
     context_length: int  # most tokens of prompt + output
     weight_version: str
     tensor_parallel: int = 1  # ranks that share the weights
+    seeded: bool = True  # it samples by the seed of a request
     expert_routes: bool = False  # it can return the experts that each token went through
 
 

@@ -54,6 +54,7 @@ class EnginePool:
         self._draining: set[Engine] = set()
         self._load = dict.fromkeys(self.engines, 0)  # requests in flight
         self._lengths: dict[Engine, int] = {}  # context length, of those that were asked
+        self._unseeded: set[Engine] = set()
         self._checks: asyncio.Task[None] | None = None
 
     async def choose(self, session_id: str) -> Engine:
@@ -87,6 +88,7 @@ class EnginePool:
         for engine, answer in zip(unknown, answers, strict=True):
             if isinstance(answer, EngineInfo):
                 self._lengths[engine] = answer.context_length
+                (self._unseeded.discard if answer.seeded else self._unseeded.add)(engine)
             elif isinstance(answer, (EngineError, *_NONSENSE)):
                 self._down.add(engine)
             else:
@@ -94,6 +96,11 @@ class EnginePool:
         if not self._lengths:
             raise self._none_left()
         return min([*self._lengths.values(), *([] if self._limit is None else [self._limit])])
+
+    @property
+    def seeded(self) -> bool:
+        """Whether every engine that was asked samples by the seed of a request."""
+        return not self._unseeded
 
     async def ready(self) -> bool:
         """Whether an engine answers now."""

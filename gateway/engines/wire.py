@@ -22,6 +22,7 @@ def engine_info(model_info: dict[str, Any], server_info: dict[str, Any]) -> Engi
             context_length=server_info["max_req_input_len"] + _ROOM_AFTER_LONGEST_PROMPT,
             weight_version=model_info["weight_version"],
             tensor_parallel=server_info["tp_size"],
+            seeded=bool(server_info.get("enable_deterministic_inference")),
             expert_routes=server_info.get("enable_return_routed_experts", False),
         )
     except KeyError as missing:

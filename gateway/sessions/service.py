@@ -57,6 +57,7 @@ _LONG_TEXT = 32_768  # characters; encoding more than this would hold up other s
 # encoding takes some 300 bytes of memory for each of its own.
 _MOST_CHARACTERS = 32
 _MOST_AT_ONCE = 512  # tokens of an answer that comes whole; between them other sessions have their turn
+_UNSEEDED = "the engines sample by seeds only with --enable-deterministic-inference"
 _SHARED_BLOCK = "the family writes all calls of an answer as one"
 
 
@@ -69,6 +70,11 @@ class Router(Protocol):
 
     async def context_length(self) -> int:
         """Tokens of prompt and output that every engine takes. Raises `EngineError`."""
+        ...
+
+    @property
+    def seeded(self) -> bool:
+        """Whether the engines sample by the seed of a request."""
         ...
 
 
@@ -219,6 +225,8 @@ class TurnService:
         )
         if budget is not None:
             seat.tokens = params.max_new_tokens
+        if params.seed is not None and not self._router.seeded:
+            self._ignore(session, {"seed": _UNSEEDED})
         stops = params.stop
         params = self._chosen(session, request, messages[-1].role if messages else "user", params)
         held = first_missing(parent.length if parent else 0, extension.trim)

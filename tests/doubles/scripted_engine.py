@@ -105,6 +105,7 @@ class ScriptedEngine:
         self.eos_ids = frozenset(eos_ids)
         self.logprob = logprob
         self.model_path = model_path
+        self.seeded = True
         self.experts = experts  # layers, top-k and number of experts, where it returns routes
         self.weight_version = "default"
         self.faults: list[Fault] = []  # consumed by `/generate` calls in order
@@ -398,6 +399,7 @@ class ScriptedEngine:
                     "max_total_num_tokens": 16 * self.context_length,
                     "max_req_input_len": self.longest_prompt,
                     "tp_size": 1,
+                    "enable_deterministic_inference": self.seeded,
                     "incremental_streaming_output": self.incremental,
                     "version": "0.5.23",
                 }

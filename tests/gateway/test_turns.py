@@ -304,6 +304,17 @@ def test_client_options_reach_the_engine_and_forced_ones_win(serve):
     assert "forces" in ignored["temperature"]
 
 
+def test_a_seed_that_the_engine_does_not_heed_is_listed(serve):
+    stand = serve(["hello"])
+    stand.engine.seeded = False
+    session = create(stand.url)
+    for _ in range(2):
+        sdk(session).chat.completions.create(model="m", messages=[USER], seed=7)
+    ignored = inspect(stand.url, session)["diagnostics"]["ignored"]
+    assert "deterministic" in ignored.pop("seed")
+    assert ignored == {}
+
+
 def test_stop_strings_end_the_message_but_stay_in_the_row(serve):
     stand = serve(["one two STOP three", "next"])
     session = create(stand.url)
