@@ -12,6 +12,7 @@ import base64
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
 import orjson
@@ -105,7 +106,8 @@ class SGLangEngine:
             options |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}
         replicas = (self._server_info or {}).get("dp_size") or 1
         if affinity and replicas > 1:
-            options["routed_dp_rank"] = int.from_bytes(affinity.encode()) % replicas
+            digest = blake2b(affinity.encode(), digest_size=8).digest()
+            options["routed_dp_rank"] = int.from_bytes(digest) % replicas
         return options
 
     async def abort(self, rid: str) -> None:

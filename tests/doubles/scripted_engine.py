@@ -107,6 +107,7 @@ class ScriptedEngine:
         self.model_path = model_path
         self.seeded = True
         self.experts = experts  # layers, top-k and number of experts, where it returns routes
+        self.data_parallel = 1  # replicas that it says it has
         self.weight_version = "default"
         self.faults: list[Fault] = []  # consumed by `/generate` calls in order
         self.requests: list[dict[str, Any]] = []  # bodies of `/generate`, in order of arrival
@@ -399,6 +400,7 @@ class ScriptedEngine:
                     "max_total_num_tokens": 16 * self.context_length,
                     "max_req_input_len": self.longest_prompt,
                     "tp_size": 1,
+                    "dp_size": self.data_parallel,
                     "enable_deterministic_inference": self.seeded,
                     "incremental_streaming_output": self.incremental,
                     "version": "0.5.23",

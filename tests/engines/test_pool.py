@@ -226,6 +226,22 @@ async def test_a_draining_engine_finishes_what_it_has(
     assert pool.drain("http://elsewhere") is None
 
 
+async def test_a_session_keeps_its_rank_and_the_ranks_share_the_sessions() -> None:
+    """`routed_dp_rank` of SGLang's `/generate`, sent to servers that say they are data-parallel alone."""
+    with ScriptedEngine(script) as alone, ScriptedEngine(script) as parallel:
+        parallel.data_parallel = 6
+        for server in (alone, parallel):
+            pool = EnginePool([SGLangEngine(server.url)], interval=60)
+            await pool.context_length()
+            for n in range(60):
+                await asyncio.gather(*(sample(await pool.choose(f"session {n}")) for _ in range(2)))
+            await pool.close()
+        assert not any("routed_dp_rank" in request for request in alone.requests)
+        ranks = [request["routed_dp_rank"] for request in parallel.requests]
+        assert ranks[::2] == ranks[1::2]
+        assert {rank for rank in ranks if 2 <= ranks.count(rank) <= 40} == set(range(6))
+
+
 async def test_routers_of_sglang_can_keep_a_session_on_one_worker() -> None:
     seen: list[bytes] = []
 
