@@ -234,7 +234,8 @@ async def test_a_session_keeps_its_rank_and_the_ranks_share_the_sessions() -> No
             pool = EnginePool([SGLangEngine(server.url)], interval=60)
             await pool.context_length()
             for n in range(60):
-                await asyncio.gather(*(sample(await pool.choose(f"session {n}")) for _ in range(2)))
+                for _ in range(2):
+                    await sample(await pool.choose(f"session {n}"))
             await pool.close()
         assert not any("routed_dp_rank" in request for request in alone.requests)
         ranks = [request["routed_dp_rank"] for request in parallel.requests]
