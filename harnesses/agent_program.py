@@ -154,7 +154,12 @@ def install(name: str, wanted: Install, packages: Sequence[str] = ()) -> Install
                 f"install python{wanted.python}."
             )
         interpreter = venvs.ensure(
-            name.replace("_", "-"), [packages or wanted.pypi], python=python, uv=True, report=log.info
+            name.replace("_", "-"),
+            [packages or wanted.pypi],
+            python=python,
+            uv=True,
+            imports=wanted.imports,
+            report=log.info,
         )
         values["python"] = str(interpreter)
         seen |= _needed(interpreter)
@@ -202,9 +207,7 @@ def _existing(name: str, path: Path) -> Path:
     return path.resolve()
 
 
-def _repeated(
-    word: str, lists: Mapping[str, tuple[str, ...]], values: Mapping[str, str]
-) -> Iterator[str]:
+def _repeated(word: str, lists: Mapping[str, tuple[str, ...]], values: Mapping[str, str]) -> Iterator[str]:
     name = next((name for name in lists if f"{{{name}}}" in word), None)
     if name is None:
         yield word

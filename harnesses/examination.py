@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -31,16 +31,17 @@ from titogym.gateway.sessions.journal import Journal
 from titogym.gateway.sessions.matchers import matcher
 from titogym.gateway.sessions.tree import Tree
 from titogym.gateway.settings import GatewaySettings
+from titogym.gateway.trajectories import Trajectory
 from titogym.harnesses.base import Connection, Harness, HarnessResult, Outcome
 from titogym.harnesses.command import fill
-from titogym.harnesses.episode import run_episode
+from titogym.harnesses.episode import EpisodeResult, run_episode
 from titogym.harnesses.program import environment
-from titogym.harnesses.scripted_model import MODEL, ScriptedModel, write_model
+from titogym.harnesses.scripted_model import CONTENT, FILE, MODEL, ScriptedModel, write_model
 from titogym.processes import die_with_parent
 
 INSTRUCTION = "Look around with your tools: run a few harmless commands, then say that you are done."
-TURNS = 14  # of one examination; the plan needs five
-MATCHER = "call_id"  # of the examined session: it bears the most
+TURNS = 20  # of one examination; the plan needs five to twelve
+MATCHER = "call_id"  # of a session whose harness names none: it bears the most
 _KEPT_BYTES = 1 << 20  # of a response
 _LOG_CHARACTERS = 16_384
 
@@ -115,6 +116,8 @@ class Run:
     tree: Tree
     model: ScriptedModel
     mismatches: dict[str, int]  # cause -> count
+    reward: float | None  # 1 when a harness in its sandbox has done what the model asked for
+    trajectories: list[Trajectory]
 
 
 @dataclass
@@ -190,7 +193,9 @@ async def examine(agent: Harness | HostCommand, *, seconds: float = 180.0) -> Ru
     """
     with tempfile.TemporaryDirectory(prefix="titogym-doctor-") as directory:
         assets = write_model(Path(directory, MODEL))
-        model = ScriptedModel(assets)
+        # A harness in its sandbox may write files, a command of this machine may not.
+        task = None if isinstance(agent, HostCommand) else _task(seconds)
+        model = ScriptedModel(assets, task.workdir if task else None)
         key = secrets.token_urlsafe(24)
         settings = GatewaySettings(
             model_dir=assets.model_dir,
@@ -201,10 +206,19 @@ async def examine(agent: Harness | HostCommand, *, seconds: float = 180.0) -> Ru
         recorder = _Recorder(application(settings, assets, [model]))
         async with _served(recorder) as url, GatewayClient(url, key) as client:
             started = time.monotonic()
-            result, session = await _attempt(agent, client, seconds)
+            if isinstance(agent, HostCommand):
+                result, session = await _command(agent, client, seconds)
+                reward, trajectories = None, list[Trajectory]()
+            else:
+                assert task is not None
+                episode = await _attempt(agent, task, client)
+                # A failed grading is told by the missing reward.
+                ended = "finished" if episode.outcome == "grading_error" else episode.outcome
+                result = HarnessResult(cast(Outcome, ended), episode.error or "", episode.log)
+                session, reward, trajectories = episode.session_id, episode.reward, episode.trajectories
             passed = time.monotonic() - started
             told = await client.inspect(session) if session else {}
-            tree = Tree(matcher(MATCHER))
+            tree = Tree(matcher(_session_matcher(agent)))
             if session:
                 journal = Journal(settings.journal)
                 journal.restore(session, tree)
@@ -218,38 +232,55 @@ async def examine(agent: Harness | HostCommand, *, seconds: float = 180.0) -> Ru
             tree=tree,
             model=model,
             mismatches=told.get("diagnostics", {}).get("mismatch_causes", {}),
+            reward=reward,
+            trajectories=trajectories,
         )
 
 
-async def _attempt(
-    agent: Harness | HostCommand, client: GatewayClient, seconds: float
-) -> tuple[HarnessResult, str | None]:
-    options = {"matcher": MATCHER, "policy": "branching", "limits": {"turns": TURNS}}
-    if isinstance(agent, HostCommand):
-        session = await client.create_session(**options)
-        connection = Connection(session.base_url, session.api_key, MODEL)
-        return await agent.run(connection, seconds), session.id
-    task = Task(
+def _session_matcher(agent: Harness | HostCommand) -> str:
+    return MATCHER if isinstance(agent, HostCommand) else agent.matcher
+
+
+def _session_options(agent: Harness | HostCommand) -> dict[str, Any]:
+    return {"matcher": _session_matcher(agent), "policy": "branching", "limits": {"turns": TURNS}}
+
+
+def _task(seconds: float) -> Task:
+    """Its reward is 1 when the agent has carried out what the model asked for, in the right place."""
+    return Task(
         id="doctor",
         instruction=INSTRUCTION,
-        tests={"test.sh": "#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n"},
+        tests={
+            "test.sh": f"#!/bin/sh\ngrep -qx '{CONTENT}' {FILE}\n"
+            "echo $((1 - $?)) > /logs/verifier/reward.txt\n"
+        },
         limits=Limits(turns=TURNS, agent_seconds=seconds),
     )
+
+
+async def _command(
+    agent: HostCommand, client: GatewayClient, seconds: float
+) -> tuple[HarnessResult, str | None]:
+    session = await client.create_session(**_session_options(agent))
+    connection = Connection(session.base_url, session.api_key, MODEL)
+    return await agent.run(connection, seconds), session.id
+
+
+async def _attempt(agent: Harness, task: Task, client: GatewayClient) -> EpisodeResult:
     try:
         episode = await run_episode(
             task,
             harness=agent,
             backend=LocalBackend(),
             gateway=client,
-            session_options=options,
+            session_options=_session_options(agent),
             keep_session=True,
         )
     finally:
         await agent.close()
     if episode.outcome == "setup_error" or episode.outcome == "gateway_error":
         raise UserError(episode.error or "The harness could not be run.")
-    ended: Outcome = "finished" if episode.outcome == "grading_error" else episode.outcome
-    return HarnessResult(ended, episode.error or "", episode.log), episode.session_id
+    return episode
 
 
 class _Server(uvicorn.Server):

@@ -19,10 +19,14 @@ class _Data(BaseModel):
 
 
 class Install(_Data):
-    """What the program needs. `pypi` goes into an environment of its own, `npm` into a prefix of its own."""
+    """What the program needs. `pypi` goes into an environment of its own, `npm` into a prefix of its own.
+
+    `imports` are the modules that it loads, so that they are compiled once and not at every start.
+    """
 
     pypi: tuple[str, ...] = ()
     python: Annotated[str, Field(pattern=r"^3\.\d+$")] = "3.11"  # the least version
+    imports: tuple[str, ...] = ()
     npm: tuple[str, ...] = ()
     node: int | None = None  # the least major version
     system: tuple[str, ...] = ()  # programs that must be in the sandbox already

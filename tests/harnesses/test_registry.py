@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from titogym.errors import UserError
-from titogym.harnesses.command import Command
 from titogym.harnesses.agent_program import AgentProgram
+from titogym.harnesses.command import Command
 from titogym.harnesses.openai_loop import OpenAILoop
 from titogym.harnesses.registry import harness, names
 

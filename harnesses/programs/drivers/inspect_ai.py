@@ -1,5 +1,6 @@
-"""Drives Inspect AI: its ReAct agent with a bash tool, as an evaluation of one sample. Limits are the gateway's."""
+"""Drives Inspect AI: its ReAct agent with a bash tool, evaluated on one sample. Limits are the gateway's."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -11,6 +12,13 @@ from inspect_ai.model import get_model
 from inspect_ai.tool import tool
 
 
+def run(command: str) -> str:
+    done = subprocess.run(
+        ["bash", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+    )
+    return f"{done.stdout}{done.stderr}[exit code {done.returncode}]"
+
+
 @tool
 def bash():
     async def execute(command: str) -> str:
@@ -19,14 +27,7 @@ def bash():
         Args:
             command: What to run.
         """
-        done = subprocess.run(
-            ["bash", "-c", command],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-        )
-        return f"{done.stdout}{done.stderr}[exit code {done.returncode}]"
+        return await asyncio.to_thread(run, command)
 
     return execute
 

@@ -66,8 +66,7 @@ class ThisMachine(BaseEnvironment):
         shutil.copytree(source_dir, target_dir, dirs_exist_ok=True)
 
 
-async def main() -> None:
-    LOGS.mkdir(parents=True, exist_ok=True)
+async def main(instruction: str) -> None:
     context_tokens = int(os.environ["AGENT_CONTEXT_TOKENS"])
     agent = Terminus2(
         logs_dir=LOGS,
@@ -86,8 +85,8 @@ async def main() -> None:
     )
     machine = ThisMachine()
     await agent.setup(machine)
-    instruction = Path(os.environ["TITOGYM_INSTRUCTION_FILE"]).read_text(encoding="utf-8")
     await agent.run(instruction, machine, AgentContext())
 
 
-asyncio.run(main())
+LOGS.mkdir(parents=True, exist_ok=True)
+asyncio.run(main(Path(os.environ["TITOGYM_INSTRUCTION_FILE"]).read_text(encoding="utf-8")))
