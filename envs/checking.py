@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titogym.envs.sandboxes.base import SandboxBackend, SandboxError, SandboxSpec, Unsupported
+from titogym.envs.playing import Policy, play
+from titogym.envs.sandboxes.base import SandboxBackend, SandboxError, Unsupported
 from titogym.envs.task import GradingError, Task
-from titogym.envs.terminal import TerminalEnvironment
 from titogym.envs.terminal_bench import load_task
 from titogym.errors import UserError
 
@@ -70,13 +70,32 @@ async def check_all(
     parallel: int,
     advance: Callable[[], None] = lambda: None,
 ) -> list[Report]:
-    """Check every task directory, at most `parallel` sandboxes at a time. `advance` counts attempts."""
+    """Check every task directory, at most `parallel` attempts at a time. `advance` counts attempts."""
+    found: list[Task | Report] = []
+    for directory in directories:
+        try:
+            found.append(load_task(directory))
+        except UserError as error:
+            found.append(_refused(directory.name, error))
+    tasks = [task for task in found if isinstance(task, Task)]
+    reports = iter(await check_tasks(tasks, backend, repeats, parallel, advance))
+    return [next(reports) if isinstance(task, Task) else task for task in found]
+
+
+async def check_tasks(
+    tasks: Sequence[Task],
+    backend: SandboxBackend,
+    repeats: int,
+    parallel: int,
+    advance: Callable[[], None] = lambda: None,
+) -> list[Report]:
+    """Check tasks of any environment: the solution of terminal ones, the `reference` of interactive ones."""
     slots = asyncio.Semaphore(parallel)
 
-    async def attempt(task: Task, solve: bool) -> float | str:
+    async def attempt(task: Task, policy: Policy) -> float | str:
         async with slots:
             try:
-                return await _attempt(task, backend, solve)
+                return (await play(task, backend, policy)).grade.reward
             except Unsupported:
                 raise
             except (GradingError, SandboxError, UserError) as error:
@@ -84,31 +103,16 @@ async def check_all(
             finally:
                 advance()
 
-    async def check(directory: Path) -> Report:
+    async def check(task: Task) -> Report:
+        policies: list[Policy] = ["reference", "nothing"]
         try:
-            task = load_task(directory)
-        except UserError as error:
-            return Report(directory.name, Trials(1.0, ()), Trials(0.0, ()), str(error))
-        try:
-            results = await asyncio.gather(*(attempt(task, solve) for solve in [True, False] * repeats))
+            results = await asyncio.gather(*(attempt(task, policy) for policy in policies * repeats))
         except Unsupported as error:
-            return Report(task.id, Trials(1.0, ()), Trials(0.0, ()), str(error))
+            return _refused(task.id, error)
         return Report(task.id, Trials(1.0, tuple(results[0::2])), Trials(0.0, tuple(results[1::2])))
 
-    return list(await asyncio.gather(*(check(directory) for directory in directories)))
+    return list(await asyncio.gather(*(check(task) for task in tasks)))
 
 
-async def _attempt(task: Task, backend: SandboxBackend, solve: bool) -> float | str:
-    environment = TerminalEnvironment()
-    sandbox = await backend.create(SandboxSpec.for_task(task, {"purpose": "check"}))
-    try:
-        await environment.setup(task, sandbox)
-        if solve:
-            done = await environment.solve(task, sandbox)
-            if done.exit_code != 0:
-                lines = (done.stderr or done.stdout).strip().splitlines()
-                return f"solve.sh ended with status {done.exit_code}: {lines[-1] if lines else 'no output'}"
-        await sandbox.kill_processes()
-        return (await environment.grade(task, sandbox)).reward
-    finally:
-        await sandbox.destroy()
+def _refused(name: str, error: Exception) -> Report:
+    return Report(name, Trials(1.0, ()), Trials(0.0, ()), str(error))

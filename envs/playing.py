@@ -1,19 +1,17 @@
 """Attempts without a model: by an environment's own reference, or by doing nothing.
 
-They show whether a task can be solved and its grader can tell, for terminal tasks (whose solution is a
-script) as for interactive ones (whose environment may have a `reference`).
+They show whether a task can be solved and its grader can tell (see `checking`), for terminal tasks, whose
+solution is a script, as for interactive ones, whose environment may have a `reference`.
 """
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from titogym.envs import registry
-from titogym.envs.checking import Report, Trials
 from titogym.envs.environment import Action, Environment, InteractiveEnvironment, Message, Observation
-from titogym.envs.sandboxes.base import Sandbox, SandboxBackend, SandboxError, SandboxSpec
-from titogym.envs.task import Grade, GradingError, Task
+from titogym.envs.sandboxes.base import Sandbox, SandboxBackend, SandboxSpec
+from titogym.envs.task import Grade, Task
 from titogym.errors import UserError
 
 Policy = Literal["reference", "nothing"]
@@ -52,33 +50,6 @@ async def play(task: Task, backend: SandboxBackend, policy: Policy) -> Played:
         await environment.close()
         if sandbox is not None:
             await sandbox.destroy()
-
-
-async def check(
-    tasks: Sequence[Task],
-    backend: SandboxBackend,
-    repeats: int,
-    parallel: int,
-    advance: Callable[[], None] = lambda: None,
-) -> list[Report]:
-    """Whether each task's reference scores 1 and doing nothing 0, `repeats` times."""
-    slots = asyncio.Semaphore(parallel)
-
-    async def attempt(task: Task, policy: Policy) -> float | str:
-        async with slots:
-            try:
-                return (await play(task, backend, policy)).grade.reward
-            except (GradingError, SandboxError, UserError) as error:
-                return str(error)
-            finally:
-                advance()
-
-    async def report(task: Task) -> Report:
-        policies: list[Policy] = ["reference", "nothing"]
-        results = await asyncio.gather(*(attempt(task, policy) for policy in policies * repeats))
-        return Report(task.id, Trials(1.0, tuple(results[0::2])), Trials(0.0, tuple(results[1::2])))
-
-    return list(await asyncio.gather(*(report(task) for task in tasks)))
 
 
 async def _converse(

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titogym.envs import playing, registry, text_to_sql
+from titogym.envs import registry, text_to_sql
+from titogym.envs.checking import check_tasks
 from titogym.envs.environment import Action, ToolCall
 from titogym.envs.sandboxes.base import SandboxSpec
 from titogym.envs.terminal import TerminalEnvironment
@@ -26,7 +27,7 @@ EVERY = [f"{family}?level={level}" for family, levels in LEVELS.items() for leve
 async def test_the_reference_scores_1_and_doing_nothing_0(backend, source):
     count = 2 if source.startswith(("sql", "edit")) else 30
     tasks = registry.tasks(source, count=count, seed=3) + registry.tasks(source, split="test", count=1)
-    reports = await playing.check(tasks, backend, repeats=1, parallel=4)
+    reports = await check_tasks(tasks, backend, repeats=1, parallel=4)
     assert [report.verdict for report in reports if not report.sound] == []
 
 
