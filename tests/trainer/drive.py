@@ -20,6 +20,9 @@ class VersionOnlyTrainer(TrainerProcess):
     def connect_engines(self, urls, settings=None):
         self.urls = urls
 
+    def check_weight_update(self):
+        return {"publish/tensors_checked": 0.0}
+
     def publish_weights(self, version):
         for url in self.urls:
             httpx.post(f"{url}/update_weight_version", json={"new_version": str(version)}).raise_for_status()

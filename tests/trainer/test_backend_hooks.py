@@ -1,4 +1,4 @@
-"""What the algorithms need of a backend: the frozen start model, a value head, entropies. Real Megatron-core."""
+"""What algorithms need of a backend: the frozen start model, a value head, entropies. Real Megatron-core."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,9 +93,8 @@ def test_reference_value_head_and_entropy_through_training_and_a_checkpoint(trai
     trainer.save(tmp_path / "checkpoint")
     trainer.train_step(batch)
     trainer.load(tmp_path / "checkpoint")
-    for before, after in zip(
-        [*values, *trained], [*trainer.values(batch), *trainer.logprobs(batch)], strict=True
-    ):
+    again = [*trainer.values(batch), *trainer.logprobs(batch)]
+    for before, after in zip([*values, *trained], again, strict=True):
         np.testing.assert_array_equal(before, after)
 
     trainer.save_hf(tmp_path / "hf")
