@@ -95,7 +95,7 @@ async def check_tasks(
     async def attempt(task: Task, policy: Policy) -> float | str:
         async with slots:
             try:
-                return (await play(task, backend, policy)).grade.reward
+                return (await play(task, policy, backend)).grade.reward
             except Unsupported:
                 raise
             except (GradingError, SandboxError, UserError) as error:

@@ -25,17 +25,19 @@ class Played:
     grade: Grade
 
 
-async def play(task: Task, backend: SandboxBackend, policy: Policy) -> Played:
+async def play(task: Task, policy: Policy, backend: SandboxBackend | None = None) -> Played:
     """One attempt at `task`.
 
     `reference` runs the solution of a terminal task, and asks an interactive environment's `reference()` for
-    each action; `nothing` ends at once with an empty answer. Raises `UserError` where there is no reference,
-    `SandboxError` and `GradingError`.
+    each action; `nothing` ends at once with an empty answer. `backend` makes the sandbox of an environment
+    that needs one. Raises `UserError` where there is no reference, `SandboxError` and `GradingError`.
     """
     environment = registry.environment(task.environment)
     sandbox: Sandbox | None = None
     try:
         if environment.needs_sandbox:
+            if backend is None:
+                raise UserError(f"The environment {environment.name!r} needs a sandbox, and there is none.")
             sandbox = await backend.create(SandboxSpec.for_task(task, {"purpose": "check"}))
         first = await environment.reset(task, sandbox)
         if environment.interactive:

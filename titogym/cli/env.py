@@ -1,80 +1,132 @@
-"""`titogym env`: what environments there are, whether task directories are sound, what was left behind."""
+"""`titogym env`: what environments there are, whether tasks are sound, a new one, what was left behind."""
 
 import asyncio
+import inspect
+import sys
 from pathlib import Path
+from typing import Any, get_args
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 
+from titogym.cli.scaffold import scaffold
+from titogym.cli.transcript import print_grade, print_messages
 from titogym.envs import checking, registry
-from titogym.envs.sandboxes.base import Reaped, SandboxBackend
+from titogym.envs.playing import Played, play
+from titogym.envs.sandboxes.base import Reaped, SandboxBackend, SandboxError
 from titogym.envs.sandboxes.registry import backend as sandbox_backend
+from titogym.envs.task import GradingError
 from titogym.envs.terminal_bench import load_task
 from titogym.errors import UserError
 from titogym.scratch import sweep
 
 command = typer.Typer(
-    help="List environments, check task directories, clean up sandboxes.", no_args_is_help=True
+    help="List, check, play and begin environments; clean up sandboxes.", no_args_is_help=True
 )
 _console = Console()
 
 
 @command.command("list")
 def list_environments() -> None:
-    """Show the environments, the task generators and the task directories that come with titogym."""
-    table = Table(title="Environments and tasks", title_justify="left")
-    for heading in ("name", "kind", "what it is"):
-        table.add_column(heading, overflow="fold")
-    for name, target in sorted(registry.environments().items()):
-        table.add_row(name, "environment", target)
+    """Show the task generators with their options, the environments, and the tasks that come with titogym."""
+    generators = Table("name", "options", "what it makes", title="Task generators", title_justify="left")
     for name, target in sorted(registry.generators().items()):
-        table.add_row(name, "task generator", target)
+        options, about = _described(name, target)
+        generators.add_row(name, Text(options), Text(about))
+    _console.print(generators)
+    environments = Table("name", "kind", "where", title="Environments", title_justify="left")
+    for name, target in sorted(registry.environments().items()):
+        environments.add_row(name, Text(_kind(name)), target)
+    _console.print(environments)
+    directories = Table("name", "what it asks", title="Task directories", title_justify="left")
     for directory in registry.task_directories(registry.STARTER):
-        table.add_row(directory.name, "task directory", str(load_task(directory).metadata["description"]))
-    _console.print(table)
+        directories.add_row(directory.name, str(load_task(directory).metadata["description"]))
+    _console.print(directories)
     _console.print(
-        f"The task directories are in {registry.STARTER}; all of them together are called 'starter'."
+        f"The task directories are in {registry.STARTER}; all of them together are called 'starter'. A "
+        "generator takes its options as 'arithmetic?level=2&split=test'."
     )
+
+
+def _described(name: str, target: str) -> tuple[str, str]:
+    """A generator's own options with their defaults or choices, and the first line about it."""
+    try:
+        generate = registry.generator(name)
+    except UserError as error:  # of another package, and broken
+        return "", str(error)
+    options = [
+        _option(parameter)
+        for parameter in inspect.signature(generate).parameters.values()
+        if parameter.name not in ("split", "seed", "count") and parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    module = inspect.getdoc(sys.modules[generate.__module__]) or ""
+    return " ".join(options), (module.splitlines() or [target])[0]
+
+
+def _option(parameter: inspect.Parameter) -> str:
+    choices = get_args(parameter.annotation)
+    if choices and all(isinstance(choice, int | str) for choice in choices):
+        return f"{parameter.name}={'|'.join(map(str, choices))}"
+    if parameter.default is parameter.empty:
+        return f"{parameter.name}=..."
+    return f"{parameter.name}={parameter.default if parameter.default not in ('', None) else ''}"
+
+
+def _kind(name: str) -> str:
+    try:
+        made = registry.environment(name)
+    except UserError as error:
+        return str(error)
+    sandbox = ", in a sandbox" if made.needs_sandbox else ""
+    return ("turn by turn" if made.interactive else "the agent drives") + sandbox
+
+
+SOURCE = typer.Argument(
+    metavar="SOURCE",
+    help="A task directory, a directory of them, 'starter', a .jsonl file, or a task generator with options "
+    "as 'arithmetic?level=2&count=5'.",
+)
+SANDBOX = typer.Option("local", help="Where they run: local, docker, daytona, or a dotted path.")
 
 
 @command.command()
 def check(
-    source: str = typer.Argument(metavar="DIR", help="A task directory, a directory of them, or 'starter'."),
+    source: str = SOURCE,
     repeats: int = typer.Option(3, min=1, help="How often each is tried; results that differ are flaky."),
-    parallel: int = typer.Option(4, min=1, help="How many sandboxes run at once."),
-    sandbox: str = typer.Option("local", help="Where they run: local, docker, daytona, or a dotted path."),
+    parallel: int = typer.Option(4, min=1, help="How many attempts run at once."),
+    sandbox: str = SANDBOX,
 ) -> None:
-    """Check that the solution of every task scores 1 and doing nothing scores 0, every time."""
+    """Check that the solution of every task scores 1 and doing nothing scores 0, every time.
+
+    The solution is solve.sh of terminal tasks and `reference` of interactive environments. A generator makes
+    10 tasks if its options say no count.
+    """
     directory = registry.STARTER if source == "starter" else Path(source)
-    if not directory.is_dir():
-        raise UserError(f"{directory} is not a directory.")
-    directories = registry.task_directories(directory)
+    found = registry.task_directories(directory) if directory.is_dir() else registry.tasks(source, count=10)
     with Progress(console=_console, transient=True) as progress:
-        bar = progress.add_task("checking", total=len(directories) * 2 * repeats)
+        bar = progress.add_task("checking", total=len(found) * 2 * repeats)
         backend = sandbox_backend(sandbox)
 
         async def check_all() -> list[checking.Report]:
+            kind: Any = checking.check_all if directory.is_dir() else checking.check_tasks
             try:
-                return await checking.check_all(
-                    directories, backend, repeats, parallel, lambda: progress.advance(bar)
+                reports: list[checking.Report] = await kind(
+                    found, backend, repeats, parallel, lambda: progress.advance(bar)
                 )
             finally:
                 await backend.close()
+            return reports
 
         reports = asyncio.run(check_all())
     table = Table()
     for heading in ("task", "solution", "doing nothing", "verdict"):
         table.add_column(heading, overflow="fold")
     for report in reports:
-        colour = "green" if report.sound else "red"
-        table.add_row(
-            report.name,
-            report.solution.summary,
-            report.nothing.summary,
-            f"[{colour}]{report.verdict}[/{colour}]",
-        )
+        verdict = Text(report.verdict, "green" if report.sound else "red")
+        table.add_row(Text(report.name), report.solution.summary, report.nothing.summary, verdict)
     _console.print(table)
     unsound = [report.name for report in reports if not report.sound]
     if unsound:
@@ -83,6 +135,45 @@ def check(
         )
         raise typer.Exit(1)
     _console.print(f"All {len(reports)} tasks are sound.", style="green")
+
+
+@command.command()
+def run(
+    source: str = SOURCE,
+    nothing: bool = typer.Option(False, "--nothing", help="Do nothing, rather than play by the reference."),
+    sandbox: str = SANDBOX,
+) -> None:
+    """Play the first task of a source without a model, by its reference, and show what happens.
+
+    `titogym run` lets a model play.
+    """
+    task = registry.tasks(source, count=1)[0]
+    backend = sandbox_backend(sandbox)
+
+    async def attempt() -> Played:
+        try:
+            return await play(task, "nothing" if nothing else "reference", backend)
+        finally:
+            await backend.close()
+
+    try:
+        played = asyncio.run(attempt())
+    except (GradingError, SandboxError) as error:
+        raise UserError(str(error)) from error
+    _console.rule(Text(task.id))
+    print_messages(_console, played.messages)
+    print_grade(_console, played.grade.reward, played.grade.evidence)
+
+
+@command.command()
+def init(
+    name: str = typer.Argument(help="Name of the package."),
+    parent: Path = typer.Option(Path("."), "--in", help="The folder to make it in."),
+) -> None:
+    """Write a package with an environment, its tasks, a README and passing tests, to begin from."""
+    for path in scaffold(name, parent):
+        _console.print(f"  {path}", highlight=False, soft_wrap=True)
+    _console.print(f"Now: cd {parent / name} && pytest; its README says how to go on.", soft_wrap=True)
 
 
 @command.command()

@@ -1,7 +1,7 @@
 """Telling a person what happened in an episode."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -43,11 +43,24 @@ def replay(episode: Mapping[str, Any]) -> None:
     if episode["outcome"] != "finished" and episode.get("log"):
         console.print(Text(f"The end of the agent's own output:\n{visible(episode['log'][-2000:])}"))
     _print_ending(console, episode["outcome"], episode["turns"], episode["seconds"], episode["error"])
-    _print_reward(console, episode["reward"])
-    console.print(Text("grade", "bold"))
-    for name, value in episode["evidence"].items():
+    print_grade(console, episode["reward"], episode["evidence"])
+
+
+def print_messages(console: Console, messages: Iterable[Mapping[str, Any]]) -> None:
+    """A conversation as Chat Completions messages."""
+    for message in messages:
+        if message["role"] == "assistant":
+            for style, text in _answer(message):
+                _print_indented(console, "", text, style)
+        else:
+            _print_indented(console, message["role"], _text(message["content"]), "dim")
+
+
+def print_grade(console: Console, reward: float | None, evidence: Mapping[str, Any]) -> None:
+    _print_reward(console, reward)
+    for name, value in evidence.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        _print_indented(console, name[:9], text, "dim")
+        _print_indented(console, name, text, "dim")
 
 
 def print_result(console: Console, result: "EpisodeResult") -> None:
@@ -90,7 +103,7 @@ def _measures(trajectory: "Trajectory") -> str:
     )
 
 
-def _answer(message: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _answer(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Style and text of each part of an assistant's message."""
     if message.get("reasoning_content"):
         yield "italic dim", message["reasoning_content"]
