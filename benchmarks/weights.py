@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -38,11 +39,11 @@ MOVERS: tuple[tuple[str, MoverName, str], ...] = (
 
 
 def batch(rng: np.random.Generator, vocabulary: int) -> TrainBatch:
-    tokens = [rng.integers(0, vocabulary, 64).astype(np.int32) for _ in range(4)]
-    ones = [np.ones(64, np.float32) for _ in tokens]
+    tokens: list[NDArray[np.int32]] = [rng.integers(0, vocabulary, 64).astype(np.int32) for _ in range(4)]
+    ones: list[NDArray[np.float32]] = [np.ones(64, np.float32) for _ in tokens]
     for mask in ones:
         mask[0] = 0
-    rollout = [np.full(64, -6.0, np.float32) for _ in tokens]
+    rollout: list[NDArray[np.float32]] = [np.full(64, -6.0, np.float32) for _ in tokens]
     return TrainBatch(tokens, ones, rollout, [mask.copy() for mask in ones])
 
 
