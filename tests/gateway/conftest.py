@@ -16,7 +16,8 @@ from tests.doubles.scripted_engine import ScriptedEngine
 from tests.templates.models import write_model_dir
 from titogym.gateway.app import create_app
 from titogym.gateway.settings import GatewaySettings
-from titogym.templates.families import QUICKSTART, QWEN3, QWEN3_5, SMOLLM2
+from titogym.templates.families import QUICKSTART, QWEN3, SMOLLM2
+from titogym.templates.families.qwen3_5 import QWEN3_5
 from titogym.templates.model import ModelAssets, load_model_assets
 
 FAMILIES = {family.name: family for family in (QUICKSTART, QWEN3, QWEN3_5, SMOLLM2)}
