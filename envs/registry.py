@@ -36,6 +36,7 @@ ENVIRONMENTS = {
     "question": "titogym.envs.single_turn:Question",
     "code_question": "titogym.envs.single_turn:CodeQuestion",
     "gymnasium": "titogym.envs.gymnasium_text:GymnasiumText",
+    "openenv": "titogym.envs.openenv.client:OpenEnv",
 }
 # A generator is called with (split, seed, count, **options) and returns that many tasks.
 GENERATORS = {
@@ -46,6 +47,7 @@ GENERATORS = {
     "edit": "titogym.envs.edit_tasks:tasks",
     "jsonl": "titogym.envs.jsonl_tasks:tasks",
     "gymnasium": "titogym.envs.gymnasium_text:tasks",
+    "openenv": "titogym.envs.openenv.client:tasks",
 }
 STARTER = Path(__file__).with_name("tasks")  # the task directories that come with titogym
 ENVIRONMENT_GROUP = "titogym.environments"
