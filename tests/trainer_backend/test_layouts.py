@@ -118,7 +118,7 @@ def test_a_resume_is_exact_in_the_same_layout_and_close_from_another(case, runs)
         assert_same(seen["from TP2"], expected["steps"][2:])
 
 
-@pytest.mark.parametrize("name", ["TP2", "DP2", "EP2", "TP2 EP2 ETP1", "PP2 R3"])
+@pytest.mark.parametrize("name", ["TP2", "DP2", "EP2 dense layer", "TP2 EP2 ETP1", "PP2 R3"])
 def test_one_rank_goes_on_from_many(name, runs):
     (case,) = [case for case in CASES if case.name == name]
     runs.observed(case)
@@ -143,7 +143,7 @@ def test_a_model_that_cannot_be_cut_so_is_refused(kind, layout, named, runs, mon
 
     runs.reference(kind, False)
     monkeypatch.setattr(parallel, "join_world", lambda spec: None)
-    monkeypatch.setattr(parallel, "arrange", lambda layout: None)
+    monkeypatch.setattr(parallel, "arrange", lambda layout, timeout: None)
     with pytest.raises(UserError, match=named):
         MegatronBackend(spec({}, layout)).load_hf(runs.directory / kind)
 

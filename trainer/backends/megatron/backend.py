@@ -130,7 +130,7 @@ class MegatronBackend:
 
     def _build(self, config: Mapping[str, Any], source: Path | None) -> None:
         parallel.join_world(self.spec)
-        parallel.arrange(self.spec.layout)
+        parallel.arrange(self.spec.layout, self.spec.timeout)
         with compat.on_this_device():
             self.model = build(config, self.spec).to(self._device)
         self._replay = Replay(self.model)

@@ -37,8 +37,8 @@ def join_world(spec: BackendSpec) -> None:
         )
 
 
-def arrange(layout: Layout) -> None:
-    """Make Megatron's groups for `layout`, in place of those of another one."""
+def arrange(layout: Layout, timeout: float) -> None:
+    """Make Megatron's groups for `layout`, in place of those of another one; `timeout` is in seconds."""
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -47,6 +47,7 @@ def arrange(layout: Layout) -> None:
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
+        distributed_timeout_minutes=timeout / 60,
     )
     model_parallel_cuda_manual_seed(0)  # the forks of its generator exist even where nothing is drawn
 
