@@ -10,7 +10,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
@@ -64,7 +63,7 @@ def application(run: RunDirectory) -> Starlette:
 
     def file(request: Request) -> Response:
         path = request.url.path
-        body = Path(__file__).with_name("pages").joinpath(path[1:]).read_bytes()
+        body = view.PAGES.get_template(path[1:]).render()
         return Response(body, headers=_HEADERS, media_type=_FILES[path])
 
     def user_error(request: Request, error: Exception) -> Response:

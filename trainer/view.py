@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jinja2 import Environment, PackageLoader
-
+from titogym.pages import templates
 from titogym.trainer.bins import LAG_BUCKETS
 from titogym.trainer.charts import Series, bar_chart, line_chart
 from titogym.trainer.metrics import MEANINGS
 from titogym.trainer.runs import Record, RunDirectory
 
-PAGES = Environment(loader=PackageLoader("titogym.trainer", "pages"), autoescape=True)
+PAGES = templates("titogym.trainer", "pages")
 
 _SHOWN_TRAJECTORIES = 8
 _SLOW_STEPS = 20  # steps among which the slowest episodes are looked for

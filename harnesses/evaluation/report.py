@@ -21,7 +21,7 @@ def write_report(directory: EvaluationDirectory) -> Path:
     """Write report.html from what the directory holds so far."""
     settings, records = directory.settings(), directory.records()
     scores = score(records, settings["success"])
-    page = pages.render(
+    page = pages.report(
         "titogym.harnesses.evaluation",
         "report.html.jinja",
         name=directory.path.resolve().name,
