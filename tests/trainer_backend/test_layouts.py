@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.trainer_backend.models import reference_logprobs, save_reference
 from tests.trainer_backend.rank_program import CASES, Case, data, reference, spec, steps
@@ -139,10 +140,10 @@ def test_one_rank_goes_on_from_many(name, runs):
     ],
 )
 def test_a_model_that_cannot_be_cut_so_is_refused(kind, layout, named, runs, monkeypatch):
-    from titogym.trainer.backends.megatron import parallel
+    from titogym.trainer.backends.megatron import backend, parallel
 
     runs.reference(kind, False)
-    monkeypatch.setattr(parallel, "join_world", lambda spec: None)
+    monkeypatch.setattr(backend, "join_world", lambda spec: torch.device("cpu"))
     monkeypatch.setattr(parallel, "arrange", lambda layout, timeout: None)
     with pytest.raises(UserError, match=named):
         MegatronBackend(spec({}, layout)).load_hf(runs.directory / kind)

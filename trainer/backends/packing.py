@@ -97,11 +97,17 @@ def microbatches(
     for entries in scored:
         if len(entries) and entries[0] == 0:
             raise ValueError("loss_mask marks the first token of a sequence, which nothing predicts")
-    lengths = {i: int(entries[-1]) for i, entries in enumerate(scored) if len(entries)}
+    lengths = {i: length(mask) for i, mask in enumerate(loss_mask) if mask.any()}
     plans = [_fill(part, budget) for part in _deal(lengths, share.data_size)]
     plan = plans[share.data_rank]
     plan += [[] for _ in range(max(map(len, plans)) - len(plan))]
     return [_microbatch(members, tokens, scored, lengths, share, routes, device) for members in plan]
+
+
+def length(loss_mask: NDArray[np.float32]) -> int:
+    """How many tokens of a sequence pass through the model: those before the last that is scored."""
+    scored = np.flatnonzero(loss_mask > 0)
+    return int(scored[-1]) if len(scored) else 0
 
 
 def _microbatch(

@@ -79,7 +79,7 @@ def _state(model: PolicyModel, optimizer: MegatronOptimizer, *, is_loading: bool
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """Megatron's distributed optimizers: one for dense parameters, and one for experts that are spread out."""
+    """Megatron's distributed optimizers: one for dense parameters, one for experts that are spread out."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 

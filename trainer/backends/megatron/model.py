@@ -283,12 +283,12 @@ def build(config: Mapping[str, Any], spec: BackendSpec) -> PolicyModel:
 
 
 def _mark_cut_weights(model: PolicyModel) -> None:
-    """Tell shards from copies, as the norm of the gradient needs to; megatron does so when it draws weights."""
+    """Tell shards from copies, as the norm of the gradient needs; megatron does so when it draws weights."""
     for module in model.modules():
-        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding | RowParallelLinear):
-            if module.weight is not None:  # None: the output layer takes the tied matrix
-                dim = 1 if isinstance(module, RowParallelLinear) else 0
-                set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
+        cut = isinstance(module, ColumnParallelLinear | VocabParallelEmbedding | RowParallelLinear)
+        if cut and module.weight is not None:  # None: the output layer takes the tied matrix
+            dim = 1 if isinstance(module, RowParallelLinear) else 0
+            set_tensor_model_parallel_attributes(module.weight, True, dim, 1)
 
 
 def _layers(decoder: TransformerConfig) -> TransformerBlockSubmodules:

@@ -1,8 +1,5 @@
 """The ranks of a Megatron trainer: process groups, what each rank computes, and bringing it together."""
 
-import os
-from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -10,31 +7,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
 
-from titogym.errors import UserError
-from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.layout import Layout
 from titogym.trainer.backends.packing import Microbatch, Share
-
-
-def join_world(spec: BackendSpec) -> None:
-    """Become a rank of the trainer's process group, once per process.
-
-    Under torchrun, or a parent that sets the same variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT),
-    one of many; else alone. Raises `UserError` when there are not as many ranks as the layout has.
-    """
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        patience = timedelta(seconds=spec.timeout)
-        if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=patience)
-        else:
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=patience)
-    if dist.get_world_size() != spec.layout.world:
-        raise UserError(
-            f"The layout {spec.layout} needs {spec.layout.world} ranks, and there are {dist.get_world_size()}"
-        )
 
 
 def arrange(layout: Layout, timeout: float) -> None:
@@ -85,13 +60,6 @@ def added_up(counts: Tensor) -> Tensor:
     """Sum over all ranks."""
     dist.all_reduce(counts)
     return counts
-
-
-def tokens_of_all(micros: Sequence[Microbatch]) -> int:
-    """Tokens of sequences, without padding, that all data ranks pass through the model."""
-    mine = torch.stack([micro.real.sum() for micro in micros]).sum()
-    dist.all_reduce(mine, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    return int(mine)
 
 
 def whole(scores: Tensor, micro: Microbatch) -> Tensor:
