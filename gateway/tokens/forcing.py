@@ -23,6 +23,7 @@ from titogym.templates.render import Renderer, RenderError
 _JSON_KINDS = ("hermes_json", "json_list", "bare_json")
 _LAYOUT = {"type": "regex", "pattern": r"\n{0,3}"}  # between reasoning and calls
 _MOST_SPACE = 16  # white space in a row within JSON: a weak model would go on with it for ever
+_SPACES = ("\n", "", " ", "\n\n", " \n")  # that models write ahead of the mark that ends a call
 _NAMES, _KEYS = ("nameq", "namez"), ("keyq", "keyz")
 _JSON = ('{"keyq": 71}', '{"keyz": 72}')
 _THOUGHT = "thoughtq"
@@ -93,7 +94,9 @@ def one_call_stops(renderer: Renderer, prefix: Prefix, after: Role) -> tuple[str
     if form is None or not calls.end or calls.begin not in form.between:
         return None
     inner = "}" if calls.kind == "hermes_json" else calls.marks.end if calls.marks else ""
-    return tuple(dict.fromkeys(inner + space + calls.end for space in ("", "\n")))[: 2 if inner else 1]
+    if not inner:
+        return (calls.end,)
+    return tuple(inner + space + calls.end for space in _SPACES)
 
 
 # --- the grammar ----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+import sqlite3
 import time
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,8 +12,10 @@ import httpx
 import pytest
 
 from tests.gateway.conftest import Serve
+from tests.gateway.test_disconnect import until
 from tests.gateway.test_turns import USER, create, inspect, sdk
 from titogym.gateway.alias import alias
+from titogym.gateway.sessions.store import SessionStore
 from titogym.gateway.tokens.parsers.answer import AnswerParser
 
 PATHS: dict[str, dict[str, Any]] = {
@@ -165,3 +168,17 @@ def test_a_session_that_left_memory_while_its_request_was_read_is_the_one_that_i
         connection.settimeout(5)
         assert b" 409 " in connection.recv(200)  # it leaves the conversation that the session now has
     assert inspect(stand.url, session)["turns"] == 1
+
+
+def test_a_sweep_that_fails_is_not_the_last(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweeps: list[int] = []
+
+    def failing(self: SessionStore) -> None:
+        sweeps.append(len(sweeps))
+        raise sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr("titogym.gateway.app._SWEEP_SECONDS", 0.02)
+    monkeypatch.setattr(SessionStore, "sweep", failing)
+    stand = serve(["x"])
+    until(lambda: len(sweeps) > 2)
+    assert httpx.get(f"{stand.url}/health").status_code == 200
