@@ -38,7 +38,7 @@ from titogym.envs.sandboxes.base import (
 from titogym.envs.sandboxes.destruction import Destruction
 from titogym.envs.sandboxes.doors import Door, doors_of, environment_of
 from titogym.envs.sandboxes.machine import Machine, Outcome
-from titogym.envs.sandboxes.storage import StorageWatch, used_mb
+from titogym.envs.sandboxes.storage import StorageWatch, Used, used_by
 from titogym.errors import UserError
 from titogym.venvs import home
 
@@ -158,7 +158,7 @@ class LocalSandbox:
         self._group: cgroups.Cgroup | None = None
         self._oom_kills = 0
         self.storage_mb = spec.limits.storage_mb
-        self._full = False
+        self._full = ""
         self._machine: Machine | None = None
         self._serving = doors_of(spec)
         self._doors: list[Door] = []
@@ -242,13 +242,13 @@ class LocalSandbox:
         if machine is not None:
             await to_its_end(machine.kill())
 
-    async def used_mb(self) -> int:
-        return await asyncio.to_thread(used_mb, self._root)
+    async def used(self) -> Used:
+        return await asyncio.to_thread(used_by, self._root)
 
-    async def over_storage(self) -> None:
+    async def over_storage(self, deed: str) -> None:
         """Called by the storage watch: the agent has filled its disk and may do nothing more."""
-        self._full = True
-        self.remarks.append(f"it used more than its {self.storage_mb} MiB of storage")
+        self._full = deed
+        self.remarks.append(deed)
         await self.kill_processes()
 
     async def successor(
@@ -407,7 +407,7 @@ class LocalSandbox:
 
     def _refuse_if_full(self) -> None:
         if self._full:
-            raise SandboxError(f"The sandbox used more than its {self.storage_mb} MiB of storage.")
+            raise SandboxError(f"The sandbox was stopped: {self._full}.")
 
 
 def _user_of_its_own() -> bool:

@@ -444,3 +444,11 @@ async def test_what_will_not_go_is_tried_again_and_told(backend, monkeypatch):
 async def test_no_engine_is_one_sentence():
     with pytest.raises(UserError, match="No container engine answers at unix:///nowhere"):
         await DockerBackend("unix:///nowhere/docker.sock").create(SandboxSpec())
+
+
+async def test_a_sandbox_that_fills_its_disk_is_stopped(sandbox):
+    done = await sandbox.exec("for n in 1 2 3; do dd if=/dev/zero of=big$n bs=1M count=50; done; sleep 60")
+    assert done.exit_code == 137
+    with pytest.raises(SandboxError, match="more than its 64 MiB of storage"):
+        await sandbox.exec("true")
+    assert sandbox.remarks == ["it used more than its 64 MiB of storage"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from titogym.envs.sandboxes import bubblewrap, local
+from titogym.envs.sandboxes import bubblewrap, local, storage
 from titogym.envs.sandboxes.base import Mount, SandboxError, SandboxSpec
 from titogym.envs.sandboxes.local import LocalBackend
 from titogym.envs.task import Limits
@@ -508,3 +508,52 @@ async def eventually(ask, wanted) -> None:
 def own_children() -> set[str]:
     tasks = Path("/proc/self/task")
     return {pid for task in os.listdir(tasks) for pid in (tasks / task / "children").read_text().split()}
+
+
+async def test_a_sandbox_that_makes_too_many_files_is_stopped(backend, monkeypatch):
+    monkeypatch.setattr(storage, "INTERVAL", 0.1)
+    monkeypatch.setattr(storage, "_FEWEST_FILES", 1000)
+    monkeypatch.setattr(storage, "_LEAST_FILES", 100)
+    sandbox = await backend.create(SandboxSpec(limits=Limits(storage_mb=16)))
+    try:
+        with pytest.raises(SandboxError, match="made more than its 1024 files"):
+            await sandbox.exec("seq 5000 | xargs touch; sleep 30", timeout=60)
+        assert sandbox.remarks == ["it made more than its 1024 files"]
+    finally:
+        await sandbox.destroy()
+
+
+async def test_a_snapshot_starts_any_number_of_sandboxes(backend, sandbox):
+    await sandbox.exec("echo one >state; ln -s /etc/shadow link; mkdir -m 700 closed; echo x >closed/file")
+    snapshot = await sandbox.snapshot()
+    try:
+        await sandbox.exec("echo two >state")
+        for _ in range(2):
+            copy = await backend.create(SandboxSpec(image=snapshot))
+            done = await copy.exec(
+                "cat state closed/file; readlink link; echo ${COLOUR:-none}; echo mine >>state"
+            )
+            assert (done.stdout, done.stderr) == ("one\nx\n/etc/shadow\nnone\n", "")
+            await copy.destroy()
+        assert (await sandbox.exec("cat state")).stdout == "two\n"
+    finally:
+        await backend.delete_snapshot(snapshot)
+        await backend.delete_snapshot(snapshot)
+    with pytest.raises(SandboxError, match="There is no"):
+        await backend.create(SandboxSpec(image=snapshot))
+
+
+async def test_output_comes_as_it_is_written(sandbox):
+    seen = []
+    done = await sandbox.exec(
+        "echo one; sleep 0.3; echo two >&2; sleep 0.3; echo three",
+        max_output=10,
+        on_output=lambda name, piece: seen.append((name, piece, time.monotonic())),
+    )
+    assert [(name, piece) for name, piece, _ in seen] == [
+        ("stdout", b"one\n"),
+        ("stderr", b"two\n"),
+        ("stdout", b"three\n"),
+    ]
+    assert seen[2][2] - seen[0][2] > 0.4
+    assert (done.stdout, done.truncated) == ("one\nthree\n", False)

@@ -27,6 +27,7 @@ from titogym.envs.sandboxes.docker.engine import EngineError
 from titogym.envs.sandboxes.docker.images import BACKEND, Image
 from titogym.envs.sandboxes.docker.namespaces import listen_inside
 from titogym.envs.sandboxes.doors import Door, doors_of, environment_of
+from titogym.envs.sandboxes.storage import Used
 
 if TYPE_CHECKING:
     from titogym.envs.sandboxes.docker.backend import DockerBackend
@@ -73,7 +74,7 @@ class DockerSandbox:
         self._doors: list[Door] = []
         self._owner = 0  # user id that uploaded files belong to
         self._oom_kills = 0
-        self._full = False
+        self._full = ""
         self._running = False
         self._starting = asyncio.Lock()
         self._destroyed = False
@@ -150,18 +151,18 @@ class DockerSandbox:
     async def kill_processes(self) -> None:
         await to_its_end(self._kill())
 
-    async def over_storage(self) -> None:
+    async def over_storage(self, deed: str) -> None:
         """Called by the storage watch: the agent has filled its disk and may do nothing more."""
-        self._full = True
-        self.remarks.append(f"it used more than its {self.storage_mb} MiB of storage")
+        self._full = deed
+        self.remarks.append(deed)
         await self.kill_processes()
 
-    async def used_mb(self) -> int:
-        """MiB that the container has written, as the engine counts them."""
+    async def used(self) -> Used:
+        """MiB that the container has written, as the engine counts them; it counts no files."""
         found = await self._engine.call(
             self._engine.api.containers, all=True, size=True, filters={"id": self._container}
         )
-        return int(found[0].get("SizeRw") or 0) // _MIB if found else 0
+        return Used(int(found[0].get("SizeRw") or 0) // _MIB if found else 0, 0)
 
     async def successor(
         self, *, read_only: Mapping[str, archives.Tree], env: Mapping[str, str]
@@ -266,7 +267,7 @@ class DockerSandbox:
             if self._destroyed:
                 raise SandboxError("The sandbox has been destroyed.")
             if self._full:
-                raise SandboxError(f"The sandbox used more than its {self.storage_mb} MiB of storage.")
+                raise SandboxError(f"The sandbox was stopped: {self._full}.")
             if self._running:
                 return
             self._close_doors()
