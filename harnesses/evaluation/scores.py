@@ -54,7 +54,7 @@ class Cause:
 class Scores:
     """What an evaluation came to. `ungraded` episodes are in no score; `reward` is None if all are.
 
-    `pass_at` holds pass@k for each k up to the fewest graded attempts at a task.
+    `pass_at` holds pass@k for k = 1, 2, 4, ... and the fewest graded attempts at a task.
     """
 
     tasks: tuple[TaskScore, ...]
@@ -89,7 +89,7 @@ def score(records: Sequence[EpisodeRecord], success: float = 1.0) -> Scores:
         reward=interval([statistics.fmean(task.rewards) for task in tasks], trials) if tasks else None,
         pass_at={
             k: interval([pass_at(k, len(task.rewards), task.passed) for task in tasks], trials // k)
-            for k in range(1, fewest + 1)
+            for k in _steps(fewest)
         },
         outcomes=dict(Counter(record.outcome for record in records).most_common()),
         causes=tuple(_causes(records)),
@@ -98,6 +98,11 @@ def score(records: Sequence[EpisodeRecord], success: float = 1.0) -> Scores:
         prompt_tokens=sum(record.prompt_tokens for record in records),
         seconds=math.fsum(record.seconds.get("agent", 0.0) for record in records),
     )
+
+
+def _steps(most: int) -> list[int]:
+    """1, 2, 4, ... and `most` itself."""
+    return sorted({2**n for n in range(most.bit_length())} | {most}) if most else []
 
 
 def pass_at(k: int, attempts: int, passed: int) -> float:
