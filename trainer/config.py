@@ -70,8 +70,9 @@ class EngineSection(Section):
 
     urls: list[Text] = Field(
         default_factory=list,
-        description="SGLang servers to use, all with the same model. Empty: the run starts one of its own.",
+        description="SGLang servers to use, all with the same model. Empty: the run starts its own.",
     )
+    count: Count = Field(default=1, description="Engines that the run starts when no `urls` are given.")
     placement: Literal["disaggregated", "colocated"] = Field(
         default="disaggregated",
         description="Whether engine and trainer have devices of their own, or take turns on the same ones "
@@ -337,7 +338,11 @@ class AlgorithmSection(LossConfig):
 class TrainerSection(Section):
     """The processes that hold the weights in training."""
 
-    backend: Literal["megatron"] = Field(default="megatron", description="Training backend.")
+    backend: Literal["megatron", "fsdp"] = Field(
+        default="megatron",
+        description="`megatron`: Qwen3, Qwen3-MoE and Llama in any layout. `fsdp`: every model of transformers, "
+        "data parallel.",
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Precision of weights and compute."
     )
@@ -436,6 +441,22 @@ class WeightsSection(Section):
     )
 
 
+class ClusterSection(Section):
+    """Where the processes of the run live (docs/cluster.md)."""
+
+    kind: Literal["local", "ray"] = Field(
+        default="local", description="This machine alone, or a Ray cluster (`pip install titogym[ray]`)."
+    )
+    address: Text | None = Field(
+        default=None,
+        description='Ray cluster to join ("auto", "ray://HOST:PORT"); a new one on this machine when left out.',
+    )
+    rollout_workers: Count = Field(default=2, description="Ray: actors that run the episodes between them.")
+    max_restarts: Whole = Field(
+        default=3, description="Times that each engine, gateway or rollout worker is replaced when it dies."
+    )
+
+
 class CheckpointSection(Section):
     """What survives a crash."""
 
@@ -502,6 +523,7 @@ class RunConfig(Section):
     trainer: TrainerSection = TrainerSection()
     optimizer: OptimizerConfig = OptimizerConfig()
     weights: WeightsSection = WeightsSection()
+    cluster: ClusterSection = ClusterSection()
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection | None = None
     tracking: TrackingSection = TrackingSection()

@@ -20,7 +20,10 @@ from titogym.trainer.weights.update import WeightUpdates
 
 PREFLIGHT = "preflight"  # what engines call the weights of the check; no published version is called so
 # name -> class of the backend
-BACKENDS = {"megatron": "titogym.trainer.backends.megatron.backend.MegatronBackend"}
+BACKENDS = {
+    "megatron": "titogym.trainer.backends.megatron.backend.MegatronBackend",
+    "fsdp": "titogym.trainer.backends.fsdp.backend.FsdpBackend",
+}
 
 
 class Worker:
