@@ -78,10 +78,17 @@ class Viewer:
         ]
 
     async def tree(self, request: Request) -> Response:
-        """Everything about a session but its tokens and mismatches."""
+        """Everything about a session but its tokens and mismatches.
+
+        `state` stands for all of it: asked again with `unless=STATE`, it alone comes until that has changed.
+        """
         session = self._session(request)
+        state = _state(session)
+        if request.query_params.get("unless") == state:
+            return _json({"state": state})
         return _json(
             {
+                "state": state,
                 "model": self._assets.model_dir.name,
                 "family": self._assets.family.name,
                 **await asyncio.to_thread(inspection.overview, session),
@@ -186,6 +193,18 @@ class Viewer:
             }
             told.append(plain)
         return told
+
+
+def _state(session: Session) -> str:
+    diagnostics = session.diagnostics
+    counts = (
+        len(session.tree.nodes),
+        len(session.tasks),
+        sum(diagnostics.errors.values()),
+        diagnostics.aborted + diagnostics.joined + diagnostics.replayed,
+        len(diagnostics.ignored),
+    )
+    return ".".join(map(str, counts))
 
 
 def _file(name: str, media_type: str) -> Endpoint:

@@ -71,17 +71,51 @@ export class TokenPane {
     this.clear();
     this.row = row;
     this.versions = versions;
-    row.parts.forEach(([turn, sampled, start, end, loss], part) => {
-      for (let at = start; at < end; at += BLOCK) {
-        this.blocks.push({ turn, sampled, loss, part, start: at, end: Math.min(at + BLOCK, end), head: at === start, tokens: end - start });
-      }
-    });
+    this.divide(0);
     this.list.reset(this.blocks.length);
     this.inspect(-1);
   }
 
+  // Add the blocks of the parts from number `from` on.
+  divide(from) {
+    this.row.parts.forEach(([turn, sampled, start, end, loss], part) => {
+      for (let at = start; part >= from && at < end; at += BLOCK) {
+        this.blocks.push({ turn, sampled, loss, part, start: at, end: Math.min(at + BLOCK, end), head: at === start, tokens: end - start });
+      }
+    });
+  }
+
+  atEnd() {
+    const view = this.viewport;
+    const last = this.blocks.length - 1;
+    return this.list.pinned === last || view.scrollTop + view.clientHeight >= view.scrollHeight - 2 * LINE;
+  }
+
+  // `row` is what the row that is shown has become: what both begin with stays as it is, and so does the view,
+  // unless it was at the end: then it follows.
+  grow(row, versions) {
+    const follows = this.atEnd();
+    const same = row.parts.findIndex((part, i) => String(part) !== String(this.row.parts[i]));
+    if (same < 0) return;
+    const from = row.parts[same][2];
+    this.row = row;
+    this.versions = versions;
+    this.blocks = this.blocks.filter((block) => block.part < same);
+    const kept = this.blocks.length;
+    this.divide(same);
+    for (const [n, page] of this.pages) {
+      const length = Math.max(0, from - page.start);
+      if (!length) this.pages.delete(n);
+      else for (const list of [page.ids, page.texts, page.loss, page.logprobs]) list.length = Math.min(list.length, length);
+    }
+    this.cursor = Math.min(this.cursor, row.length - 1);
+    this.list.grow(this.blocks.length, kept);
+    if (follows) this.list.scrollTo(this.blocks.length - 1, "start");
+  }
+
   // Stretches `[start, end)` in which the row differs from a fresh rendering.
   mark(stretches) {
+    if (String(stretches) === String(this.differing)) return;
     this.differing = stretches;
     this.list.refreshAll();
   }
@@ -93,9 +127,10 @@ export class TokenPane {
 
   // --- data -----------------------------------------------------------------------------------------
 
-  page(n) {
+  // Page `n`, where it is there up to position `end`.
+  page(n, end) {
     const held = this.pages.get(n);
-    if (held) {
+    if (held && held.start + held.ids.length >= Math.min(end, (n + 1) * PAGE)) {
       this.pages.delete(n); // the latest used are the last
       this.pages.set(n, held);
       return held;
@@ -108,16 +143,18 @@ export class TokenPane {
   pump() {
     while (this.running < AT_ONCE && this.waiting.length) {
       const n = this.waiting.pop(); // the newest wish is what is in sight
-      const epoch = this.epoch;
+      const { epoch, row } = this;
       this.running++;
-      this.fetchTokens(this.row.node, n * PAGE, Math.min((n + 1) * PAGE, this.row.length))
+      this.fetchTokens(row.node, n * PAGE, Math.min((n + 1) * PAGE, row.length))
         .then((page) => {
           if (epoch !== this.epoch) return;
+          if (row !== this.row) return this.list.refreshAll(); // it has grown: what is in sight asks again
           this.pages.set(n, page);
           while (this.pages.size > KEPT_PAGES) this.pages.delete(this.pages.keys().next().value);
-          for (const i of [...this.list.shown.keys()]) {
+          for (const [i, made] of [...this.list.shown]) {
             const block = this.blocks[i];
-            if (block.start < (n + 1) * PAGE && block.end > n * PAGE) this.list.refresh(i);
+            const here = block.start < (n + 1) * PAGE && block.end > n * PAGE;
+            if (here && made.querySelector(".waiting")) this.list.refresh(i);
           }
           if (Math.floor(this.cursor / PAGE) === n) this.inspect(this.cursor);
         })
@@ -132,8 +169,8 @@ export class TokenPane {
 
   token(position) {
     const page = this.pages.get(Math.floor(position / PAGE));
-    if (!page) return null;
-    const i = position - page.start;
+    const i = position - page?.start;
+    if (!(i < page?.ids.length)) return null;
     const version = page.versions.find(([start, end]) => start <= position && position < end);
     return {
       position,
@@ -158,7 +195,7 @@ export class TokenPane {
     const first = Math.floor(block.start / PAGE);
     const last = Math.floor((block.end - 1) / PAGE);
     let whole = true;
-    for (let n = first; n <= last; n++) whole = this.page(n) !== null && whole;
+    for (let n = first; n <= last; n++) whole = this.page(n, block.end) !== null && whole;
     if (!whole) {
       text.classList.add("waiting");
       text.style.height = `${this.height(block) - (block.head ? 36 : 0) - 4}px`;

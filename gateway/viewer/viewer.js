@@ -7,6 +7,9 @@ const KEY = "titogym admin key"; // in sessionStorage: gone with the tab
 const OPEN = "titogym session";
 const THEME = "titogym colours";
 const PAGE = 50; // mismatches of one request
+const BEAT = 1000; // milliseconds between two looks at the open session
+const LIST_BEATS = 5; // looks at it for each look at the list of sessions
+const COMPARE = 8000; // milliseconds between two comparisons of a session that goes on: each renders it whole
 const $ = (id) => document.getElementById(id);
 
 // --- the gateway ------------------------------------------------------------------------------------
@@ -90,20 +93,24 @@ let found = []; // those that the search lets through
 const summaries = new Map(); // id -> {turns, told}
 let summarising = false;
 
-async function loadSessions() {
-  sessions = (await ask("sessions")).sessions.sort((a, b) => b.touched - a.touched);
+// With `keep` the sessions that are known keep their places, and new ones come first.
+async function loadSessions({ keep = false } = {}) {
+  const places = new Map(keep ? sessions.map(({ id }, i) => [id, i]) : []);
+  const place = (session) => places.get(session.id) ?? -1;
+  sessions = (await ask("sessions")).sessions.sort((a, b) => place(a) - place(b) || b.touched - a.touched);
   for (const session of sessions) {
     session.tags = Object.entries(session.labels).map(([name, value]) => `${name}=${typeof value === "string" ? value : JSON.stringify(value)}`);
     session.words = [session.id, session.matcher, session.policy, ...session.tags].join(" ").toLowerCase();
   }
 }
 
-function showSessions({ keep = false } = {}) {
+// `keep` is the id of the session that stays the current one, in a view that stays where it is.
+function showSessions({ keep } = {}) {
   const words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean);
   found = sessions.filter((session) => words.every((word) => session.words.includes(word)));
   $("count").textContent = found.length === sessions.length ? `${number(found.length)} sessions` : `${number(found.length)} of ${number(sessions.length)} sessions`;
-  const at = found.findIndex((session) => session.id === shown?.id);
-  sessionList.reset(found.length, at >= 0 ? at : found.length ? 0 : -1, { keep });
+  const at = found.findIndex((session) => session.id === (keep ?? shown?.id));
+  sessionList.reset(found.length, at >= 0 ? at : found.length ? 0 : -1, { keep: keep !== undefined });
   if (!sessions.length) $("welcome-text").textContent = "No session yet. They appear here as agents use the gateway.";
 }
 
@@ -124,13 +131,19 @@ const sessionList = new ChoiceList($("session-list"), {
     foot.append(element("span", "", told ? `${brief(told.row_tokens)} tokens` : "…"));
     if (told) foot.append(element("span", told.mismatches ? "warn" : "", told.mismatches ? `${brief(told.mismatches)} mismatch${told.mismatches === 1 ? "" : "es"}` : "exact"));
     made.append(head, tags, foot);
-    if (summaries.get(session.id)?.turns !== session.turns) summarise();
+    if (!summarised(session)) summarise();
     return made;
   },
   move: () => {},
   open: (i) => openSession(found[i].id).catch(failed),
   right: (i) => i >= 0 && openSession(found[i].id).catch(failed),
 });
+
+// A session that goes on is not compared again for every turn.
+function summarised(session) {
+  const held = summaries.get(session.id);
+  return held && (held.turns === session.turns || performance.now() - held.at < 2 * COMPARE);
+}
 
 // Ask for what the lines in sight still lack, one after the other: each makes the gateway compare a session.
 async function summarise() {
@@ -140,13 +153,13 @@ async function summarise() {
     for (;;) {
       await new Promise((done) => setTimeout(done, 60));
       const inSight = [...sessionList.list.shown.keys()].map((i) => found[i]).filter(Boolean);
-      const session = inSight.find((one) => summaries.get(one.id)?.turns !== one.turns);
+      const session = inSight.find((one) => !summarised(one));
       if (!session) break;
       const told = await ask(`${asked(session.id)}/summary`).catch((error) => {
         if (error.status === 404) return null;
         throw error;
       });
-      summaries.set(session.id, { turns: session.turns, told });
+      summaries.set(session.id, { turns: session.turns, told, at: performance.now() });
       sessionList.list.refresh(found.indexOf(session));
     }
   } catch (error) {
@@ -189,7 +202,7 @@ async function openSession(id, { keep = false } = {}) {
   sessionList.list.refreshAll();
   showHead();
   showDetails();
-  $("tree-count").textContent = `${plural(told.tree.length, "turn")}, ${plural(told.counters.roots, "root")}`;
+  countTurns();
   const at = turn === undefined ? order.findIndex((node) => leafOf[node.id] === leaves[0]?.id) : order.findIndex((node) => node.id === turn);
   tree.reset(order.length, Math.max(at, order.length ? 0 : -1), { keep });
   if (order.length) {
@@ -201,6 +214,10 @@ async function openSession(id, { keep = false } = {}) {
     $("row-title").textContent = "The session has no turn yet.";
   }
   loadMismatches().catch(failed);
+}
+
+function countTurns() {
+  $("tree-count").textContent = `${plural(shown.tree.length, "turn")}, ${plural(shown.counters.roots, "root")}`;
 }
 
 // Put the turns into the order of the tree, a fork one level deeper, and find the row that shows each.
@@ -315,6 +332,14 @@ async function showRow(end) {
   if (id !== shown.id) return;
   leaf = end;
   tokens.show(row, versions);
+  nameRow();
+  markDiffering();
+}
+
+// What stands above the row.
+function nameRow() {
+  const end = leaf;
+  const { row } = tokens;
   const at = leaves.findIndex((node) => node.id === end);
   const node = shown.tree[end];
   $("row-title").textContent =
@@ -323,7 +348,6 @@ async function showRow(end) {
   $("next-row").disabled = at >= leaves.length - 1;
   const some = [...versions].slice(0, 8); // of many versions the tokens themselves tell the rest
   $("versions").replaceChildren(...(versions.size > 1 ? some.map(([version, i]) => element("span", `t v${i % 4}`, `version ${version}`)) : []));
-  markDiffering();
 }
 
 function otherRow(step) {
@@ -339,17 +363,24 @@ $("next-row").addEventListener("click", () => otherRow(1));
 
 const mismatchList = new VirtualList($("mismatches"), { estimate: () => 240, render: (i) => mismatchCard(i) });
 
-async function loadMismatches() {
+let compared = 0; // when
+
+// With `keep` what is shown stays until something else is known.
+async function loadMismatches({ keep = false } = {}) {
   const id = shown.id;
-  $("mismatch-state").textContent = "Rendering the conversation again, to compare…";
-  mismatchList.reset(0);
+  compared = performance.now();
+  if (!keep) {
+    $("mismatch-state").textContent = "Rendering the conversation again, to compare…";
+    mismatchList.reset(0);
+  }
   const first = await ask(`${asked(id)}/mismatches?start=0&end=${PAGE}`);
   if (shown.id !== id) return;
+  if (keep && mismatches?.total === first.total && JSON.stringify(mismatches.items.slice(0, PAGE)) === JSON.stringify(first.mismatches)) return;
   mismatches = { total: first.total, items: first.mismatches, asked: new Set([0]) };
   $("mismatch-state").textContent = first.total
     ? `${plural(first.total, "place")} where the exact row differs from a fresh rendering of the messages. The row is what was trained on.`
     : "None: the row is what a fresh rendering of the messages gives.";
-  mismatchList.reset(first.total);
+  mismatchList.reset(first.total, { keep });
   showHead();
   markDiffering();
 }
@@ -430,6 +461,81 @@ function side(name, title, item, of) {
   return made;
 }
 
+// --- what goes on ------------------------------------------------------------------------------------
+
+// New turns and sessions appear by themselves, where a person looks on: each view stays where it is.
+let beats = 0;
+
+async function follow() {
+  if (!document.hidden && !$("app").hidden) {
+    try {
+      if (shown) await followSession();
+      if (++beats % LIST_BEATS === 0) await followSessions();
+      $("live").textContent = "· live";
+    } catch (error) {
+      $("live").textContent = "";
+      if (error.status === 401) failed(error);
+      else $("live").textContent = `· not live: ${error.message}`;
+    }
+  }
+  setTimeout(follow, BEAT);
+}
+
+async function followSessions() {
+  const before = JSON.stringify(sessions);
+  await loadSessions({ keep: true });
+  if (JSON.stringify(sessions) !== before) showSessions({ keep: found[sessionList.current]?.id });
+}
+
+async function followSession() {
+  const { id, state } = shown;
+  const told = await ask(`${asked(id)}/tree?unless=${state}`).catch((error) => {
+    if (error.status === 404) return {}; // it is gone; what was loaded of it can still be read
+    throw error;
+  });
+  if (shown.id !== id || shown.state !== state) return;
+  if (told.tree) {
+    const current = order[tree.current]?.id;
+    const grown = told.tree.length > shown.tree.length;
+    shown = told;
+    arrange();
+    showHead();
+    showDetails();
+    countTurns();
+    const wasLast = current === leaf;
+    if (grown && leaf >= 0) await followRow();
+    if (shown !== told) return;
+    const followed = wasLast && tokens.atEnd();
+    const at = order.findIndex((node) => node.id === (followed ? leaf : current));
+    tree.reset(order.length, at, { keep: true });
+    if (followed) tree.choose(at, { quiet: true });
+    if (grown && current === undefined) {
+      tree.choose(0, { quiet: true });
+      await showTurn(order[0].id);
+    }
+    stale ||= grown;
+  }
+  if (stale && performance.now() - compared > COMPARE) {
+    stale = false;
+    await loadMismatches({ keep: true });
+  }
+}
+
+let stale = false; // whether turns came after the comparison
+
+// The row that is shown, where it went on.
+async function followRow() {
+  const { id } = shown;
+  const end = leafOf[leaf];
+  if (end === leaf) return nameRow();
+  const row = await ask(`${asked(id)}/rows/${end}`);
+  if (shown.id !== id) return;
+  leaf = end;
+  tokens.grow(row, versions);
+  nameRow();
+  markDiffering();
+}
+
 // --- details ----------------------------------------------------------------------------------------
 
 function showDetails() {
@@ -500,7 +606,7 @@ function nextTheme() {
 
 async function refresh() {
   await loadSessions();
-  showSessions({ keep: true });
+  showSessions({ keep: found[sessionList.current]?.id });
   if (shown) await openSession(shown.id, { keep: true });
 }
 
@@ -565,4 +671,4 @@ function ago(seconds) {
 
 colours(localStorage.getItem(THEME) ?? "system");
 choosePanel("tokens");
-enter();
+enter().finally(follow);

@@ -40,6 +40,22 @@ export class VirtualList {
     this.layout();
   }
 
+  // So many items from now on; those before `from` are as they were, and the view stays where it is.
+  grow(count, from) {
+    for (const [i, element] of this.shown) {
+      if (i < from) continue;
+      element.remove();
+      this.shown.delete(i);
+    }
+    const { heights, offsets } = this;
+    this.count = count;
+    this.heights = Float64Array.from({ length: count }, (_, i) => (i < from ? heights[i] : this.estimate(i)));
+    this.offsets = new Float64Array(count + 1);
+    this.offsets.set(offsets.subarray(0, from + 1));
+    this.moved(from);
+    this.layout();
+  }
+
   forgetHeights() {
     this.heights = Float64Array.from({ length: this.count }, (_, i) => this.estimate(i));
     this.moved(0);

@@ -39,6 +39,18 @@ def row(stand: Stand, session: str, leaf: int, page: int) -> dict[str, Any]:
     return joined
 
 
+def test_an_unchanged_session_is_told_by_its_state_alone(stand):
+    talk = Busy(stand)
+    path = f"sessions/{talk.id}/tree"
+    told = ask(stand, path)
+    assert len(told["tree"]) == 5
+    assert ask(stand, path, unless=told["state"]) == {"state": told["state"]}
+    talk.turn([{"role": "user", "content": "Once more."}])
+    fresh = ask(stand, path, unless=told["state"])
+    assert len(fresh["tree"]) == 6
+    assert fresh["state"] != told["state"]
+
+
 @pytest.mark.parametrize("page", [64, 1000])
 def test_rows_are_the_trajectories(stand, session, page):
     trajectories = ask(stand, f"sessions/{session}/trajectories")["trajectories"]

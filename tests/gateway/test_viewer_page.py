@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.gateway.conftest import Serve, Stand
@@ -76,6 +77,14 @@ class Page:
 
     def wait_for(self, selector: str, text: str) -> None:
         self.page.locator(selector, has_text=text).first.wait_for()
+
+    def until(self, condition: str) -> None:
+        """Wait for an expression: the page's policy lets no other script evaluate one."""
+        for _ in range(200):
+            if self.page.evaluate(condition):
+                return
+            self.page.wait_for_timeout(50)
+        raise AssertionError(condition)
 
     def focused(self) -> str:
         found: str = self.page.evaluate("document.activeElement.id")
@@ -193,6 +202,89 @@ def test_the_keyboard_is_enough(page):
     assert page.page.evaluate(NAMELESS) == []
     current = page.page.evaluate("document.getElementById('tree').getAttribute('aria-activedescendant')")
     assert page.page.locator(f"#{current}[role=treeitem][aria-selected=true]").count() == 1
+
+
+class Talk:
+    """A session that goes on turn by turn."""
+
+    def __init__(self, stand: Stand) -> None:
+        self._http = httpx.Client(base_url=stand.url, headers={"authorization": f"Bearer {KEY}"})
+        self.id: str = self._http.post("/sessions", json={}).json()["id"]
+        self._messages: list[dict[str, str]] = []
+
+    def go_on(self, turns: int = 1) -> None:
+        for _ in range(turns):
+            self._messages.append({"role": "user", "content": "Go on, please. " * 60})
+            body = {"model": "m", "messages": self._messages}
+            answer = self._http.post(f"/sessions/{self.id}/v1/chat/completions", json=body)
+            message = answer.raise_for_status().json()["choices"][0]["message"]
+            self._messages.append({"role": "assistant", "content": message["content"]})
+
+
+MARKED = "#tokens .block[data-mark]"
+MARK = "document.querySelector('#tokens .block').dataset.mark = 'as it was'"
+TOP = "document.getElementById('tokens').scrollTop"
+AT_END = "(t => t.scrollHeight - t.clientHeight - t.scrollTop < 60)(document.getElementById('tokens'))"
+
+
+def test_new_turns_and_sessions_appear_while_a_person_looks_on(browser, serve):
+    stand = serve(["I go on."], admin_key=KEY, engine={"context_length": 60_000})
+    talk = Talk(stand)
+    talk.go_on(3)
+    page = Page(browser, stand)
+    page.open()
+    page.wait_for("#tree-count", "3 turns")
+    page.wait_for("#live", "live")
+    # In the middle of the row nothing moves, and what is shown is not made anew.
+    page.page.locator("#tokens .t").first.hover()
+    page.page.mouse.wheel(0, 40)
+    page.until(f"{TOP} === 40")
+    page.page.evaluate(MARK)
+    talk.go_on()
+    page.wait_for("#tree-count", "4 turns")
+    page.wait_for("#row-title", "to turn 3")
+    page.wait_for("#tiles", "4")
+    assert page.page.locator(MARKED).count() == 1
+    assert page.page.evaluate(TOP) == 40
+    assert page.page.locator("#tree .turn[aria-selected=true] b").inner_text() == "0"
+    # At its end the view goes with it.
+    page.press("End")
+    page.wait_for("#inspector", "turn3")
+    page.page.mouse.wheel(0, 100_000)
+    page.until(AT_END)
+    for turn in (4, 5, 6):
+        talk.go_on()
+        page.wait_for("#row-title", f"to turn {turn}")
+        page.wait_for("#tokens .sampled .head", f"turn {turn}")
+        page.until(AT_END)
+        assert page.page.locator("#tree .turn[aria-selected=true] b").inner_text() == str(turn)
+    shown = page.page.eval_on_selector_all(
+        "#tokens .t", "spans => spans.map(span => span.textContent).join('')"
+    )
+    assert shown.count("I go on.") >= 2
+    page.wait_for("#count", "1 session")
+    Talk(stand).go_on()
+    page.wait_for("#count", "2 sessions")
+    assert page.text("#session-id") == talk.id
+    page.close()
+
+
+def test_a_session_without_turns_fills_before_the_eyes(browser, serve, tmp_path: Path):
+    stand = serve(["I go on."], admin_key=KEY, journal=tmp_path / "journal.sqlite")
+    talk = Talk(stand)
+    page = Page(browser, stand)
+    page.log_in()
+    page.page.wait_for_selector("#session-list .row")
+    page.page.keyboard.press("Enter")
+    page.wait_for("#row-title", "no turn yet")
+    talk.go_on()
+    page.page.wait_for_selector("#tokens .t.loss")
+    assert page.page.locator("#tree .turn").count() == 1
+    stand.restart()
+    talk.go_on()
+    page.wait_for("#tree-count", "2 turns")
+    page.wait_for("#live", "live")
+    page.close()
 
 
 def test_words_of_agents_never_become_markup(page):

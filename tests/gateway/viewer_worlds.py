@@ -57,7 +57,7 @@ class Busy:
             {"role": "system", "content": "You are an agent."},
             {"role": "user", "content": f"Find it. {MARKUP}"},
         ]
-        looked = self._turn(start)
+        looked = self.turn(start)
         looked["tool_calls"][0]["function"]["arguments"] = '{"command": "ls -la", "timeout": 60}'
         result = {
             "role": "tool",
@@ -66,12 +66,12 @@ class Busy:
         }
         asked = [*start, looked, result]
         stand.engine.weight_version = "2"
-        self._turn(asked)  # sampled again below: superseded
-        answer = self._turn(asked)
-        self._turn([*asked, answer, {"role": "user", "content": "And else?"}])
-        self._turn([{"role": "user", "content": "Give it a title."}], tools=None)
+        self.turn(asked)  # sampled again below: superseded
+        answer = self.turn(asked)
+        self.turn([*asked, answer, {"role": "user", "content": "And else?"}])
+        self.turn([{"role": "user", "content": "Give it a title."}], tools=None)
 
-    def _turn(self, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    def turn(self, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
         body = {"model": "m", "messages": messages, "tools": TOOLS, **fields}
         answer = self._http.post(f"/sessions/{self.id}/v1/chat/completions", json=body)
         assert answer.status_code == 200, answer.text
