@@ -183,8 +183,8 @@ def _begun(messages: list[Message]) -> tuple[list[Message], Message | None]:
     where = "messages[-1]"
     if last.tool_calls:
         raise RequestError("Calls of tools must be followed by their results.", param=where)
-    if not last.content and not last.reasoning:
-        raise RequestError("The beginning of an answer must not be empty.", param=where)
+    if not last.content:
+        raise RequestError("The beginning of an answer must end with text.", param=where)
     if len(messages) == 1:
         raise RequestError("An answer cannot come first: begin with a message of the user.", param=where)
     return messages[:-1], last

@@ -49,14 +49,13 @@ class MessagesReply:
         )
 
     def whole(self, committed: Committed) -> bytes:
-        answer = committed.node.answer
+        answer = told(committed.node)
         content: list[dict[str, Any]] = []
         if answer.reasoning:
             signature = seal(self.receipt.id)
             content.append({"type": "thinking", "thinking": answer.reasoning, "signature": signature})
-        text = told(committed.node)
-        if text:
-            content.append({"type": "text", "text": text})
+        if answer.content:
+            content.append({"type": "text", "text": answer.content})
         content += [
             {"type": "tool_use", "id": call.id, "name": call.name, "input": wire_value(call.arguments)}
             for call in answer.tool_calls

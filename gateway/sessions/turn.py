@@ -1,7 +1,7 @@
 """One turn, independent of the wire protocol: what is asked, and what comes back."""
 
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from titogym.gateway.sessions.spec import Sampling
@@ -92,20 +92,20 @@ class Items(Protocol):
     def aclose(self) -> Awaitable[None]: ...
 
 
-def told(node: Node) -> str:
-    """The content of an answer without what the client had begun itself."""
-    return node.answer.content[node.receipt.echo.get(BEGUN, 0) :]
+def told(node: Node) -> Message:
+    """An answer as the client is told it: without what it had begun itself."""
+    begun = node.receipt.echo.get(BEGUN, 0)
+    return replace(node.answer, reasoning="", content=node.answer.content[begun:]) if begun else node.answer
 
 
 def again(node: Node) -> list[Item]:
     """A committed turn as if it were sampled now."""
-    committed, answer, generation = Committed(node), node.answer, node.generation
+    committed, answer, generation = Committed(node), told(node), node.generation
     events: list[Event] = []
     if answer.reasoning:
         events.append(Reasoning(answer.reasoning))
-    content = told(node)
-    if content:
-        events.append(Content(content))
+    if answer.content:
+        events.append(Content(answer.content))
     for index, call in enumerate(answer.tool_calls):
         events += (CallStart(index, call.id, call.name), CallArguments(index, call.arguments))
     return [

@@ -308,7 +308,7 @@ def test_reasoning_is_known_by_its_signature(serve):
             {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "x"}]}]},
             "tool_use_id",
         ),
-        ({"messages": [USER, {"role": "assistant", "content": ""}]}, "must not be empty"),
+        ({"messages": [USER, {"role": "assistant", "content": ""}]}, "must end with text"),
         ({"messages": [{"role": "assistant", "content": "I"}]}, "cannot come first"),
         (
             {"messages": [USER, {"role": "assistant", "content": "<tool_call>"}], "tools": TOOLS},
@@ -427,15 +427,16 @@ def test_a_begun_answer_is_replayed_as_it_was(serve, stream):
     assert len(stand.engine.requests) == 1
 
 
-def test_an_answer_that_was_cut_is_gone_on_with_in_its_own_tokens(serve):
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_an_answer_that_was_cut_is_gone_on_with_in_its_own_tokens(serve, stream):
     """The cut answer comes back as the beginning of the next: not encoded again, but as it was sampled."""
     stand = serve([f"{THINK}I lo…", "ok around.", "done"])
     session = create(stand.url)
     client = sdk(session)
-    cut = ask(client, [USER])
+    cut = ask(client, [USER], stream)
     assert cut.stop_reason == "max_tokens"
-    more = ask(client, [USER, replay(cut)])
-    assert [block.text for block in more.content if block.type == "text"] == ["ok around."]
+    more = ask(client, [USER, replay(cut)], stream)
+    assert [block.model_dump()["text"] for block in more.content] == ["ok around."]
     asked, went_on = (request["input_ids"] for request in stand.engine.requests)
     assert went_on == asked + stand.assets.tokenizer.encode(f"{THINK}I lo")
     merged = replay(cut)
