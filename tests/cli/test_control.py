@@ -35,8 +35,13 @@ def test_turns_and_tokens_are_shown_so(colours: bool) -> None:
     turn: dict[str, Any] = {"id": 0, "parent": None, "turn": 1, "superseded": False, "output_tokens": 1}
     turn |= {"seconds": 0.0, "finish": "stop", "messages": [{"role": "user", "content": STEERING}]}
     print_turns(console, [{**turn, "answer": {"role": "assistant", "content": STEERING}}])
-    console.print(
-        token_view(Trajectory("s", "0", [1, 2], [0, 1], [0.0, -1.0], [], 1, "stop"), [STEERING] * 2)
-    )
+    trajectory = Trajectory("s", "0", [1, 2], [0, 1], [0.0, -1.0], [], 1, "stop")
+    console.print(token_view(trajectory, [STEERING] * 2, colours=colours))
     assert out.getvalue().count("␛[2J␛]0;mine␇b␍c") == 4
     assert not {"\x07", "\r", "\x9b"} & set(out.getvalue())
+
+
+def test_sampled_tokens_stand_in_brackets_where_there_are_no_colours() -> None:
+    trajectory = Trajectory("s", "0", [1] * 5, [0, 1, 1, 0, 1], [0.0, -1.0, -1.0, 0.0, -1.0], [], 2, "stop")
+    assert token_view(trajectory, list("abcde"), colours=False).plain == "a⟦bc⟧d⟦e⟧"
+    assert token_view(trajectory, list("abcde"), colours=True).plain == "abcde"

@@ -143,7 +143,7 @@ def _tell(attempts: Sequence[Attempt], *, tokens: bool, gateway: str | None) -> 
     from rich.text import Text
 
     from titogym.cli.control import visible
-    from titogym.cli.session import token_view
+    from titogym.cli.session import colours, token_view
     from titogym.cli.transcript import print_result, print_turns
 
     console = Console(highlight=False)
@@ -156,7 +156,7 @@ def _tell(attempts: Sequence[Attempt], *, tokens: bool, gateway: str | None) -> 
         if tokens:
             for trajectory, texts in attempt.texts:
                 console.print(f"trajectory to turn {trajectory.leaf}, token by token:")
-                console.print(token_view(trajectory, texts))
+                console.print(token_view(trajectory, texts, colours=colours(console)))
         session = attempt.result.session_id
         if gateway is not None and session is not None:
             closer = f"titogym session inspect {session} --tokens --gateway {gateway}"

@@ -27,6 +27,7 @@ Url = Annotated[str, typer.Option("--gateway", envvar="TITOGYM_GATEWAY", help="U
 Key = Annotated[str | None, typer.Option(envvar="TITOGYM_ADMIN_KEY", help="Its admin key.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _LOCAL = "http://127.0.0.1:8080"
+_OPEN, _CLOSE = "⟦", "⟧"
 
 
 @command.command("list")
@@ -65,7 +66,7 @@ def inspect(
     if tokens:
         for trajectory, texts in _ask(gateway, admin_key, lambda client: client.token_texts(session)):
             console.rule(f"trajectory to turn {trajectory.leaf}: {len(texts)} tokens")
-            console.print(token_view(trajectory, texts))
+            console.print(token_view(trajectory, texts, colours=colours(console)))
 
 
 @command.command()
@@ -78,12 +79,26 @@ def delete(
     _ask(gateway, admin_key, lambda client: client.delete(session))
 
 
-def token_view(trajectory: Trajectory, texts: list[str]) -> Text:
-    """A trajectory for the terminal: prompt tokens dim, sampled ones from green (sure) to red."""
+def colours(console: Console) -> bool:
+    """Whether colours are shown there."""
+    return console.color_system is not None and not console.no_color
+
+
+def token_view(trajectory: Trajectory, texts: list[str], *, colours: bool) -> Text:
+    """A trajectory for the terminal: prompt tokens dim, sampled ones from green (sure) to red.
+
+    Without `colours` each stretch of sampled tokens stands in brackets.
+    """
     view = Text()
+    before = 0
     for text, loss, logprob in zip(texts, trajectory.loss_mask, trajectory.logprobs, strict=True):
+        if not colours and loss != before:
+            view.append(_OPEN if loss else _CLOSE)
+        before = loss
         shown = text if text == "\n" else visible(text).replace("\n", "⏎\n")
         view.append(shown, _colour(logprob) if loss else "dim")
+    if not colours and before:
+        view.append(_CLOSE)
     return view
 
 
