@@ -6,6 +6,7 @@ point. A power cut may lose the last commits but never corrupts the file.
 
 import fcntl
 import sqlite3
+import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from titogym.gateway.engines.base import VersionSpan
 from titogym.gateway.sessions.tree import Generation, Node, Receipt, Timings, Tree
 from titogym.templates.conversation import Message, Prefix, ToolCall
 
+_PATIENCE = 1.0  # seconds
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY, spec BLOB NOT NULL, created REAL NOT NULL, touched REAL NOT NULL,
@@ -51,22 +53,27 @@ class Record:
 def hold(path: Path) -> IO[bytes]:
     """Take the journal at `path` for this process alone, until the file that comes back is closed.
 
-    The lock goes with the process, however it ends. Raises `UserError` while another one has it.
+    The lock goes with the process, however it ends; one that has just been killed may take a moment.
+    Raises `UserError` while another process has it.
     """
     beside = path.with_name(path.name + ".lock")
     try:
         beside.parent.mkdir(parents=True, exist_ok=True)
         lock = beside.open("ab")
     except OSError as error:
-        raise UserError(f"Cannot open {beside}: {error.strerror}. Choose another journal.") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.close()
-        raise UserError(
-            f"Another gateway has the session journal {path}: stop it, or choose another journal."
-        ) from error
-    return lock
+        raise UserError(f"Cannot open the session journal {path}: {error}. Choose another path.") from error
+    until = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except OSError as error:
+            if time.monotonic() > until:
+                lock.close()
+                raise UserError(
+                    f"Another gateway has the session journal {path}: stop it, or choose another path."
+                ) from error
+        time.sleep(0.02)
 
 
 class Journal:
