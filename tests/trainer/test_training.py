@@ -23,9 +23,10 @@ from tests.templates.models import write_model_dir
 from tests.trainer import drive
 from titogym.templates.families import BUILT_IN
 from titogym.templates.tokenizer import Tokenizer
-from titogym.trainer import report, services
+from titogym.trainer import report
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.process import TrainerProcess
+from titogym.trainer.cluster import local
 from titogym.trainer.config import load_config
 from titogym.trainer.metrics import MEANINGS
 from titogym.trainer.runs import RunDirectory
@@ -152,7 +153,7 @@ def left_behind(directory: Path, seconds: float = 10.0) -> list[str]:
 
 
 def test_a_run_trains_evaluates_reports_and_leaves_nothing_running(model_dir, engine, directory, monkeypatch):
-    monkeypatch.setattr(services, "TrainerProcess", drive.VersionOnlyTrainer)
+    monkeypatch.setattr(local, "TrainerProcess", drive.VersionOnlyTrainer)
     path = write_config(directory, model_dir, engine, steps=2)
     config = load_config(path)
     with (directory / "out.txt").open("w") as out:
@@ -228,5 +229,7 @@ def test_a_run_killed_and_interrupted_leaves_nothing_and_goes_on(model_dir, engi
     text = (directory / "out.txt").read_text()
     assert f"Continuing from step {checkpoint}" in text
     assert "--resume" in text.splitlines()[-1]
+    assert (run.path / "report.html").exists()
+    assert run.status() is None
     steps = [record["step"] for record in run.metrics()]
     assert steps == list(range(1, len(steps) + 1))
