@@ -18,8 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.trainer_backend.models import EXPERTS, TOP_K, batch
 from titogym.trainer.backends.base import BackendSpec
+from titogym.trainer.backends.fsdp.backend import FsdpBackend
 from titogym.trainer.backends.layout import Layout
 from titogym.trainer.backends.megatron.backend import MegatronBackend
+from titogym.trainer.backends.steps import SteppingBackend
 from titogym.trainer.batch import TrainBatch
 from titogym.trainer.config import LossConfig, OptimizerConfig
 
@@ -31,6 +33,7 @@ class Case:
     layout: Layout
     routes: bool = False
     changes: dict[str, Any] = field(default_factory=dict)
+    backend: type[SteppingBackend] = MegatronBackend
 
     @property
     def world(self) -> int:
@@ -49,6 +52,7 @@ CASES = [
     Case("TP2 R3", "qwen3-moe", Layout(tensor=2), routes=True, changes={"recompute": True}),
     Case("CP2 EP2 R3", "qwen3-moe", Layout(context=2, expert=2), routes=True),
     Case("PP2 R3", "qwen3-moe-mixed", Layout(pipeline=2), routes=True, changes={"recompute": True}),
+    Case("FSDP 2", "qwen3-tied", Layout(data=2), backend=FsdpBackend),
     Case("TP2 PP2", "qwen3-tied", Layout(tensor=2, pipeline=2)),
     Case("TP2 CP2", "llama-untied", Layout(tensor=2, context=2)),
     Case(
@@ -84,7 +88,7 @@ def data(seed: int, routes: bool) -> TrainBatch:
     return made
 
 
-def steps(backend: MegatronBackend, first: int, count: int, routes: bool) -> list[dict[str, float]]:
+def steps(backend: SteppingBackend, first: int, count: int, routes: bool) -> list[dict[str, float]]:
     """Metrics without timings."""
     seen = [backend.train_step(data(seed, routes)) for seed in range(first, first + count)]
     return [{k: v for k, v in metrics.items() if not k.endswith("seconds")} for metrics in seen]
@@ -105,7 +109,7 @@ def reference(kind: str, routes: bool, directory: Path) -> dict[str, Any]:
 
 def observe(case: Case, directory: Path) -> dict[str, Any]:
     expected = directory / f"{case.kind}-{case.routes}"
-    backend = MegatronBackend(spec(case.changes | {"replay_routes": case.routes}, case.layout))
+    backend = case.backend(spec(case.changes | {"replay_routes": case.routes}, case.layout))
     backend.load_hf(directory / case.kind)
     seen: dict[str, Any] = {}
     loaded = load_file(directory / case.kind / "model.safetensors")
@@ -122,6 +126,8 @@ def observe(case: Case, directory: Path) -> dict[str, Any]:
     seen["weights"] = max(float((after[name] - tensor).abs().max()) for name, tensor in backend.export())
     backend.load(own)
     seen["resumed"] = steps(backend, 2, 2, case.routes)
+    if case.backend is FsdpBackend:  # it has a format of its own
+        return seen
     backend.load(expected / "checkpoint")
     seen["resharded"] = steps(backend, 2, 2, case.routes)
     if (other := directory / "checkpoints" / "TP2").exists() and case.kind == "qwen3-tied":

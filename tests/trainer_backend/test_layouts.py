@@ -114,16 +114,17 @@ def test_export_is_exact(case, runs):
 def test_a_resume_is_exact_in_the_same_layout_and_close_from_another(case, runs):
     seen, expected = runs.observed(case), runs.reference(case.kind, case.routes)
     assert seen["resumed"] == seen["steps"][2:]
-    assert_same(seen["resharded"], expected["steps"][2:])
+    if "resharded" in seen:
+        assert_same(seen["resharded"], expected["steps"][2:])
     if "from TP2" in seen:
         assert_same(seen["from TP2"], expected["steps"][2:])
 
 
-@pytest.mark.parametrize("name", ["TP2", "DP2", "EP2 dense layer", "TP2 EP2 ETP1", "PP2 R3"])
+@pytest.mark.parametrize("name", ["TP2", "DP2", "EP2 dense layer", "TP2 EP2 ETP1", "PP2 R3", "FSDP 2"])
 def test_one_rank_goes_on_from_many(name, runs):
     (case,) = [case for case in CASES if case.name == name]
     runs.observed(case)
-    backend = MegatronBackend(spec({"replay_routes": case.routes}))
+    backend = case.backend(spec({"replay_routes": case.routes}))
     backend.load_hf(runs.directory / case.kind)
     backend.load(runs.directory / "checkpoints" / name)
     expected = runs.reference(case.kind, case.routes)
