@@ -41,6 +41,7 @@ _IGNORED = {
     "store": "the session stores every turn",
     "session_id": "the session is named by the URL, the API key or the header x-titogym-session",
 }
+_LOOSE = "only a call that tool_choice asks for is held to its schema"
 _SAMPLING = (
     "temperature",
     "top_p",
@@ -89,7 +90,7 @@ def parse(body: Any, context: Context) -> ChatRequest:
         asked=mapping(body.get("chat_template_kwargs"), "chat_template_kwargs"),
         effort=("reasoning_effort", body.get("reasoning_effort")),
     )
-    tools = _tools(body.get("tools"))
+    tools = _tools(body.get("tools"), ignored)
     turn = TurnRequest(
         prefix=Prefix(tools=tools, kwargs=kwargs),
         messages=messages(body.get("messages")),
@@ -134,7 +135,7 @@ def _sampling(body: Mapping[str, Any]) -> Sampling:
     return sampling(options, {} if most is None else {"max_tokens": "max_completion_tokens"})
 
 
-def _tools(value: Any) -> tuple[dict[str, Any], ...]:
+def _tools(value: Any, ignored: dict[str, str]) -> tuple[dict[str, Any], ...]:
     tools = value or ()
     if not isinstance(tools, list | tuple):
         raise RequestError("tools must be a list.", param="tools")
@@ -148,6 +149,8 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
             raise RequestError(f"{where}.function must be an object with a name.", param=where)
         if not isinstance(function.get("parameters") or {}, dict):
             raise RequestError(f"{where}.function.parameters must be an object.", param=where)
+        if function.get("strict"):
+            ignored["tools[].function.strict"] = _LOOSE
     return tuple(tools)
 
 

@@ -150,6 +150,11 @@ def test_fields_that_have_no_effect_are_named_with_a_reason():
     assert parse(QUICKSTART, reasoning_effort="low").turn.ignored.keys() == {"reasoning_effort"}
 
 
+def test_tools_that_are_not_held_to_their_schemas_are_named():
+    strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+    assert parse(tools=[TOOL, strict]).turn.ignored.keys() == {"tools[].function.strict"}
+
+
 def test_every_field_of_the_official_sdk_is_known():
     """Read, refused or known to be ignored: a field that is new in the SDK needs a decision."""
     from openai.types.chat.completion_create_params import CompletionCreateParamsBase
