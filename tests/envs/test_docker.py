@@ -375,7 +375,8 @@ async def test_the_successor_has_the_files_and_nothing_that_runs(backend):
     try:
         await sandbox.exec(
             "echo work >result; sleep 95 </dev/null >/dev/null 2>&1 & mkdir -p /logs/verifier /tests;"
-            "echo 1 >/logs/verifier/reward.txt; echo mine >/tests/test.sh; echo '#!/bin/sh' >/usr/bin/diff;"
+            "python3 -c 'import json'; echo 1 >/logs/verifier/reward.txt;"
+            "echo mine >/tests/test.sh; echo '#!/bin/sh' >/usr/bin/diff;"
             "ln -s /workspace /etc/shortcut"
         )
         heir = await sandbox.successor(read_only={"/tests": {"test.sh": "echo theirs"}}, env={"KEPT": "new"})

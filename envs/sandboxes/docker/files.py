@@ -82,11 +82,14 @@ async def changes_of_the_system(engine: Engine, container: str) -> list[str]:
     """What a verifier should know: the files of the system that the agent changed. One sentence, or none."""
     found = await engine.call(engine.api.diff, container) or []
     changed = {entry["Path"]: _CHANGES[entry["Kind"]] for entry in found}
-    parents = {str(parent) for path in changed for parent in PurePosixPath(path).parents}
+    parents = {str(parent) for path in {*changed, *_ENGINES} for parent in PurePosixPath(path).parents}
     ours = [
         f"{path} ({kind})"
         for path, kind in sorted(changed.items())
-        if path not in parents and path not in _ENGINES and PurePosixPath(path).parts[1] in _SYSTEM
+        if path not in parents
+        and path not in _ENGINES
+        and PurePosixPath(path).parts[1] in _SYSTEM
+        and not ("/__pycache__/" in path and path.endswith(".pyc"))  # which no verifier reads
     ]
     if not ours:
         return []

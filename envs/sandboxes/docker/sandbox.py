@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -40,6 +41,9 @@ HEIRS = "titogym-successor"  # repository of those that pass from a sandbox to i
 _MIB = 1 << 20
 _OWN_PROCESSES = 2  # the engine's init and what keeps the container alive
 _NOT_FOUND = 127
+_GONE = 404
+_OPEN_FILES = 16_384  # of one process
+_LOOK_SECONDS = 5.0  # between looks whether a command has ended without closing its output
 # What commands that install software, change users or serve need; none of it reaches beyond the container.
 _CAPABILITIES = [
     "CHOWN",
@@ -224,6 +228,7 @@ class DockerSandbox:
                 ulimits=[
                     types.Ulimit(name="fsize", soft=limits.storage_mb * _MIB, hard=limits.storage_mb * _MIB),
                     types.Ulimit(name="core", soft=0, hard=0),
+                    types.Ulimit(name="nofile", soft=_OPEN_FILES, hard=_OPEN_FILES),
                 ],
                 mounts=mounts,
                 storage_opt={"size": f"{limits.storage_mb}M"} if self._backend.limits_disk else None,
@@ -306,7 +311,7 @@ class DockerSandbox:
                 await self._engine.call(self._engine.api.kill, self._container)
                 await self._engine.call(self._engine.api.wait, self._container, timeout=60)
             except EngineError as error:
-                if error.status not in (404, 409):  # it has gone, or does not run
+                if error.status not in (_GONE, 409):  # it has gone, or does not run
                     raise
 
     async def _settled(self) -> None:
@@ -345,10 +350,10 @@ class DockerSandbox:
         """Wait for the end of a command, or bring it about. True when its time was over."""
         reading = asyncio.create_task(running.communicate(stdin, captured))
         try:
-            done, _ = await asyncio.wait({reading}, timeout=timeout)
-            if not done:
+            ended = await self._until(running, reading, timeout)
+            if not ended:
                 await to_its_end(self._end(running, reading))
-            return not done
+            return not ended
         except asyncio.CancelledError:
             await to_its_end(self._end(running, reading))
             raise
@@ -356,6 +361,26 @@ class DockerSandbox:
             reading.cancel()
             with suppress(asyncio.CancelledError):
                 await reading
+
+    async def _until(
+        self, running: commands.Running, reading: "asyncio.Task[None]", timeout: float | None
+    ) -> bool:
+        """Wait for a command's end. False when its time is over."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = _LOOK_SECONDS if deadline is None else min(_LOOK_SECONDS, deadline - time.monotonic())
+            done, _ = await asyncio.wait({reading}, timeout=max(0.0, left))
+            if done:
+                return True
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            try:  # an engine that forgets to close the output of what it could not start
+                found = await self._engine.call(self._engine.api.exec_inspect, running.execution)
+            except EngineError as error:
+                found = {"Running": error.status != _GONE}
+            if not found["Running"]:
+                await asyncio.wait({reading}, timeout=1)
+                return True
 
     async def _end(self, running: commands.Running, reading: "asyncio.Task[None]") -> None:
         """Kill a command's tree; where that does not help, everything in the container."""
@@ -374,7 +399,7 @@ class DockerSandbox:
             try:
                 found = await self._engine.call(inspect, running.execution)
             except EngineError as error:
-                if error.status == 404:  # forgotten, with the container that was killed
+                if error.status == _GONE:  # forgotten, with the container that was killed
                     return OUT_OF_MEMORY, 0
                 raise
             if not found["Running"]:
@@ -433,6 +458,8 @@ class DockerSandbox:
         if "PATH" in variables:  # the image's own programs are found after those that were named
             own = [part for part in self._image.path.split(":") if part not in variables["PATH"].split(":")]
             variables["PATH"] = ":".join([variables["PATH"], *filter(None, own)])
+        # Compiled modules that the agent may have planted beside Python's own are not looked at.
+        variables.setdefault("PYTHONPYCACHEPREFIX", "/logs/.pycache")
         # A name without a value takes a variable of the agent's container away.
         dropped = [name for name in self._variables() if name not in variables]
         await heir.start(
