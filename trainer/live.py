@@ -13,6 +13,8 @@ from contextlib import contextmanager
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -40,11 +42,13 @@ _HEADERS = {
 def application(run: RunDirectory) -> Starlette:
     """The page and its parts. Its endpoints run in threads: they read files."""
 
+    listing = view.Listing(run)
+
     def page(request: Request) -> Response:
-        return _html("live.html.jinja", _now(run))
+        return _html("live.html.jinja", _now(run, listing))
 
     def now(request: Request) -> Response:
-        return _html("now.html.jinja", _now(run))
+        return _html("now.html.jinja", _now(run, listing))
 
     def trajectory(request: Request) -> Response:
         place = request.path_params["place"]
@@ -77,6 +81,8 @@ def application(run: RunDirectory) -> Starlette:
             Route("/metrics", metrics),
             *(Route(path, file) for path in _FILES),
         ],
+        # A foreign site whose name resolves to this address must not read the run.
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])],
         exception_handlers={UserError: user_error},
     )
 
@@ -108,7 +114,7 @@ def serving(run: RunDirectory, port: int) -> Iterator[str]:
         thread.join(5)
 
 
-def _now(run: RunDirectory) -> dict[str, object]:
+def _now(run: RunDirectory, listing: view.Listing) -> dict[str, object]:
     summary, steps = report.summarise(run), run.metrics()
     return {
         **view.figures(run),
@@ -117,7 +123,7 @@ def _now(run: RunDirectory) -> dict[str, object]:
         "tiles": list(report.tiles(summary)),
         "status": run.status(),
         "last": steps[-1] if steps else None,
-        "trajectories": view.listed(list(run.trajectories())),
+        "trajectories": listing.latest(),
     }
 
 

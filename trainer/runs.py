@@ -199,16 +199,23 @@ class RunDirectory:
     def trajectories(self) -> Iterator[tuple[str, Record]]:
         """All kept trajectories with their place (`step-000003/0`), those of evaluations first."""
         for path in sorted((self.path / "trajectories").glob("*.jsonl")):
-            for number, record in enumerate(read_lines(path)):
+            for number, record in self.kept(path.stem):
                 yield f"{path.stem}/{number}", record
+
+    def trajectory_files(self) -> list[tuple[str, int]]:
+        """Names of the files of trajectories (`step-000003`) and when they last changed, newest first."""
+        paths = (self.path / "trajectories").glob("*.jsonl")
+        found = [(path.stem, path.stat().st_mtime_ns) for path in paths]
+        return sorted(found, key=lambda one: (one[0].rpartition("-")[2], one[0]), reverse=True)
+
+    def kept(self, name: str) -> Iterator[tuple[int, Record]]:
+        """The trajectories in the file `name`, numbered."""
+        yield from enumerate(read_lines(self.path / "trajectories" / f"{name}.jsonl"))
 
     def trajectory(self, place: str) -> Record | None:
         """The kept trajectory at `place` (`step-000003/0`), None when there is none."""
         name, _, number = place.partition("/")
-        for index, record in enumerate(read_lines(self.path / "trajectories" / f"{name}.jsonl")):
-            if index == int(number):
-                return record
-        return None
+        return dict(self.kept(name)).get(int(number))
 
     # --- checkpoints ---------------------------------------------------------------------------------
 

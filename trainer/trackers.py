@@ -7,6 +7,8 @@ step of the weights that earned it, however late it came: `eval/score`.
 
 import math
 import re
+import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -52,38 +54,48 @@ def prometheus_text(record: Mapping[str, Any] | None, meanings: Mapping[str, str
 
 
 class TensorBoardTracker:
-    """Writes event files to `directory`, without TensorFlow or torch."""
+    """Writes event files to `directory`, without TensorFlow or torch.
 
-    def __init__(self, directory: Path) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
+    A run that continues from step `resumed` has TensorBoard forget what was written of later ones.
+    """
+
+    def __init__(self, directory: Path, resumed: int = 0) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(directory))
+        if resumed:
+            self._writer.add_event(
+                Event(
+                    step=resumed + 1, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START)
+                )
+            )
 
     def step(self, record: Mapping[str, Any]) -> None:
         self._write(record["step"], record["time"], dict(figures(record)))
 
     def evaluation(self, evaluation: Evaluation) -> None:
         if evaluation.score is not None:
-            import time
-
             self._write(evaluation.version, time.time(), {"eval/score": evaluation.score})
 
     def close(self) -> None:
         self._writer.close()
 
-    def _write(self, step: int, time: float, values: Mapping[str, float]) -> None:
+    def _write(self, step: int, wall_time: float, values: Mapping[str, float]) -> None:
         summary = self._summary(
             value=[self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         )
-        self._writer.add_event(self._event(step=step, wall_time=time, summary=summary))
+        self._writer.add_event(self._event(step=step, wall_time=wall_time, summary=summary))
         self._writer.flush()
 
 
 class WandbTracker:
-    """Writes an offline run; W&B's own `wandb sync` sends it where the user wants it."""
+    """Writes an offline run; W&B's own `wandb sync` sends it where the user wants it.
+
+    A resumed run writes another part under the same id.
+    """
 
     def __init__(self, directory: Path, project: str, config: Mapping[str, Any]) -> None:
         import wandb
@@ -91,6 +103,7 @@ class WandbTracker:
         self._run = wandb.init(
             project=project,
             name=directory.name,
+            id=str(uuid.uuid5(uuid.NAMESPACE_URL, str(directory.resolve()))),
             dir=str(directory),
             config=dict(config),
             mode="offline",
@@ -110,12 +123,12 @@ class WandbTracker:
         self._run.finish()
 
 
-def trackers(config: RunConfig, directory: Path) -> list[Tracker]:
-    """Those that `config.tracking` asks for. Raises `UserError` when their package is not installed."""
+def trackers(config: RunConfig, directory: Path, resumed: int) -> list[Tracker]:
+    """Those that `config.tracking` asks for, of a run that goes on from step `resumed`. Raises `UserError` when their package is not installed."""
     wanted: dict[str, tuple[bool, Callable[[], Tracker]]] = {
         "tensorboard": (
             config.tracking.tensorboard,
-            lambda: TensorBoardTracker(directory / "tensorboard"),
+            lambda: TensorBoardTracker(directory / "tensorboard", resumed),
         ),
         "wandb": (
             config.tracking.wandb,

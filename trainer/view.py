@@ -15,6 +15,7 @@ from titogym.trainer.runs import Record, RunDirectory
 PAGES = templates("titogym.trainer", "pages")
 
 _SHOWN_TRAJECTORIES = 8
+_MOST_POINTS = 500  # of one curve; beyond that only every so many steps are drawn, the last one always
 _SLOW_STEPS = 20  # steps among which the slowest episodes are looked for
 _REASONS = {
     "stale": "older than buffer.max_staleness allows",
@@ -136,6 +137,8 @@ def _chart(
     steps: Sequence[Record],
     evaluations: Sequence[Record],
 ) -> dict[str, Any]:
+    every = math.ceil(len(steps) / _MOST_POINTS) or 1
+    steps = [step for number, step in enumerate(reversed(steps)) if number % every == 0][::-1]
     series = [
         Series(legend, [(s["step"], s[name]) for s in steps if s.get(name) is not None], f"c{number}")
         for number, (legend, name) in enumerate(lines, start=1)
@@ -166,23 +169,34 @@ def _failures(events: Sequence[Record]) -> Iterator[dict[str, Any]]:
         yield {"cause": cause, "count": count, "error": last[cause] or ""}
 
 
-def listed(kept: Sequence[tuple[str, Record]], most: int = 60) -> list[dict[str, Any]]:
-    """The latest `most` trajectories as lines of a table, newest first."""
-    return [
-        {
-            "place": place,
-            "task": record["task"],
-            "reward": "-" if record["reward"] is None else f"{record['reward']:.2f}",
-            "turns": record["turns"],
-            "tokens": len(record["tokens"]),
-            "outcome": record["outcome"],
-        }
-        for place, record in sorted(kept, key=lambda one: _age(one[0]))[:most]
-    ]
+class Listing:
+    """The latest kept trajectories as lines of a table. Files are read once, and only so many as are shown."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._lines: dict[str, tuple[int, list[dict[str, Any]]]] = {}  # file -> its change time, its lines
+
+    def latest(self, most: int = 60) -> list[dict[str, Any]]:
+        """Newest first."""
+        lines: list[dict[str, Any]] = []
+        for name, changed in self._run.trajectory_files():
+            if len(lines) >= most:
+                break
+            if self._lines.get(name, (None,))[0] != changed:
+                self._lines[name] = changed, [_line(f"{name}/{n}", r) for n, r in self._run.kept(name)]
+            lines += self._lines[name][1]
+        return lines[:most]
 
 
-def _age(place: str) -> tuple[int, str]:
-    return -int(place.partition("/")[0].partition("-")[2]), place
+def _line(place: str, record: Record) -> dict[str, Any]:
+    return {
+        "place": place,
+        "task": record["task"],
+        "reward": "-" if record["reward"] is None else f"{record['reward']:.2f}",
+        "turns": record["turns"],
+        "tokens": len(record["tokens"]),
+        "outcome": record["outcome"],
+    }
 
 
 def choose(kept: Sequence[tuple[str, Record]]) -> list[tuple[str, Record]]:

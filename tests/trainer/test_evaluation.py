@@ -87,6 +87,25 @@ async def test_a_version_that_was_not_scored_before_a_kill_is_scored_after_the_r
     assert run.evaluations()[0]["score"] == pytest.approx(0.25)
 
 
+@pytest.mark.parametrize("resumed_at", [0, 6])
+async def test_a_version_that_is_due_again_anyway_is_scored_once(tmp_path, resumed_at):
+    first = Dedicated(tmp_path, run__steps=6)
+    if resumed_at == 0:
+        first.trainer.on_call = raise_at("publish 1", "killed")
+        first.evaluation.delay = 10
+        with pytest.raises(RuntimeError, match="killed"):
+            await first.go()
+    else:
+        await first.go()
+        run = RunDirectory(tmp_path)
+        run.eval_path.write_text("".join(run.eval_path.read_text().splitlines(keepends=True)[:-1]))
+        snapshot = run.evaluation_snapshots / "step-000006"
+        snapshot.mkdir()
+        np.save(snapshot / "logits.npy", first.trainer.logits)
+    run = await Dedicated(tmp_path, run__steps=6).go(resume=True)
+    assert [r["version"] for r in run.evaluations()] == [0, 2, 4, 6]
+
+
 async def test_external_scores_count_for_their_step_even_after_the_run(tmp_path):
     run = await Case(tmp_path, eval__place="external", eval__every=3).go()
     assert run.evaluations() == []

@@ -22,6 +22,7 @@ from titogym.cli.main import app
 from titogym.errors import UserError
 from titogym.trainer.live import serving
 from titogym.trainer.runs import RunDirectory
+from titogym.trainer.view import Listing, figures
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 if CHROMIUM is None:
@@ -97,6 +98,40 @@ def test_every_listed_trajectory_opens_token_by_token(url):
 )
 def test_what_is_not_kept_is_not_found(url, place):
     assert httpx.get(f"{url}/trajectories/{place}").status_code == 404
+
+
+def test_a_foreign_name_for_this_address_is_refused(url):
+    assert httpx.get(url, headers={"host": "evil.example"}).status_code == 400
+
+
+def test_new_trajectories_are_listed_first_and_old_files_are_read_once(directory, tmp_path, monkeypatch):
+    run = RunDirectory(tmp_path)
+    record = next(iter(RunDirectory(directory).trajectories()))[1]
+    for step in (1, 2, 10):
+        run.keep_trajectories(f"step-{step:06d}", [record] * 2)
+    read: list[str] = []
+    kept = run.kept
+    monkeypatch.setattr(RunDirectory, "kept", lambda self, name: (read.append(name), kept(name))[1])
+    listing = Listing(run)
+    assert [line["place"] for line in listing.latest(3)] == [
+        "step-000010/0",
+        "step-000010/1",
+        "step-000002/0",
+    ]
+    run.keep_trajectories("eval-000010", [record])
+    assert listing.latest(3)[0]["place"] == "step-000010/0"
+    assert "eval-000010/0" in [line["place"] for line in listing.latest(9)]
+    assert sorted(read) == ["eval-000010", "step-000001", "step-000002", "step-000010"]
+
+
+def test_long_runs_draw_a_bounded_number_of_points(directory, tmp_path):
+    shutil.copytree(directory, tmp_path / "long")
+    run = RunDirectory(tmp_path / "long")
+    record = run.metrics()[-1]
+    run.metrics_path.write_text("".join(json.dumps({**record, "step": n}) + "\n" for n in range(1, 1203)))
+    reward = figures(run)["charts"][0]["series"][0]
+    assert 400 <= len(reward.points) <= 500
+    assert reward.points[-1][0] == 1202
 
 
 def test_prometheus_metrics_are_those_of_the_last_step(url, directory):

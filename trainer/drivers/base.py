@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from titogym import dotted
 from titogym.envs.task import Task
+from titogym.errors import UserError
 from titogym.harnesses.episode import EpisodeResult
 from titogym.trainer.batch import Group, TrainBatch
 from titogym.trainer.buffer import Buffer, BufferSettings, Reason
@@ -54,6 +55,7 @@ from titogym.trainer.trackers import Tracker
 
 T = TypeVar("T")
 _HEALTH_INTERVAL = 1.0  # seconds between looks at the child processes
+_LOOKS = 3  # for a process whose death made an update fail
 _SLOWEST = 5  # episodes of a step that are told apart
 
 
@@ -77,12 +79,22 @@ class Trainer(Protocol):
     def save_hf(self, model_dir: Path) -> None: ...
 
 
+async def _nothing_to_mend() -> bool:
+    return False
+
+
+async def _nobody_to_let_in() -> None:
+    return
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What a run works with, ready for use.
 
     `run_episode` samples as training does, `run_eval_episode` as evaluation does. `token_text` shows one
-    token id. `check_health` raises `UserError` when a process that the run depends on has died.
+    token id. `check_health` raises `UserError` when a process that cannot be replaced has died; `mend`
+    replaces others, and says whether engines wait for the weights to be published, after which `let_in`
+    gives them requests again.
     `eval_engines` are those that serve evaluation alone, where there are such.
     """
 
@@ -93,6 +105,8 @@ class Parts:
     eval_tasks: Sequence[Task]
     token_text: Callable[[int], str]
     check_health: Callable[[], None] = lambda: None
+    mend: Callable[[], Awaitable[bool]] = _nothing_to_mend
+    let_in: Callable[[], Awaitable[None]] = _nobody_to_let_in
     eval_engines: EvalEngines | None = None
     trackers: Sequence[Tracker] = ()
 
@@ -140,6 +154,7 @@ class Driver(ABC):
             scored=self._scored,
         )
         self._phase = "starting"
+        self._weights = asyncio.Lock()  # held from an update to its publication
         self._slowest: list[dict[str, Any]] = []
         # Of its own: sandboxes keep the event loop's threads busy.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer-calls")
@@ -155,7 +170,8 @@ class Driver(ABC):
             async with asyncio.TaskGroup() as group:
                 watching = group.create_task(self._watch_health())
                 scoring = group.create_task(self._evaluator.run(self._waiting_for_scores()))
-                await self._publish(self._step)
+                async with self._weights:
+                    await self._publish(self._step)
                 if self._step == 0:
                     await self._evaluate()
                 collecting = group.create_task(self._worker.run())
@@ -203,12 +219,13 @@ class Driver(ABC):
         self._phase = "waiting for groups"
         groups = await self._collect()
         figures = batch_figures(groups, self._step) | {"buffer/size": len(self._buffer)}
-        figures |= await self._update(groups)
-        self._step += 1
-        for group in groups:
-            self._ledger.settle(group.index)
-            self._consumption.settle(group, "trained")
-        figures |= await self._after_update()
+        async with self._weights:
+            figures |= await self._update(groups)
+            self._step += 1
+            for group in groups:
+                self._ledger.settle(group.index)
+                self._consumption.settle(group, "trained")
+            figures |= await self._after_update()
         elapsed = time.monotonic() - started - figures.pop("time/checkpoint", 0.0)
         figures |= rollout_figures(before, Snapshot.take(self._worker, self._buffer), elapsed)
         figures |= {"rollout/in_flight": self._worker.in_flight, "time/step": elapsed}
@@ -278,9 +295,25 @@ class Driver(ABC):
 
     async def _publish(self, version: int) -> dict[str, float]:
         self._phase = "publishing weights"
-        figures = await self._blocking(self._parts.trainer.publish_weights, version)
+        while True:
+            try:
+                figures = await self._blocking(self._parts.trainer.publish_weights, version)
+                break
+            except UserError:
+                if not await self._mended():
+                    raise
+        await self._parts.let_in()
         self._buffer.advance(version)
         return figures
+
+    async def _mended(self) -> bool:
+        """Whether an engine was replaced, whose death may take a moment to show."""
+        for _ in range(_LOOKS):
+            self._parts.check_health()
+            if await self._parts.mend():
+                return True
+            await asyncio.sleep(_HEALTH_INTERVAL)
+        return False
 
     # --- evaluation ----------------------------------------------------------------------------------
 
@@ -301,8 +334,9 @@ class Driver(ABC):
         )
 
     def _waiting_for_scores(self) -> list[int]:
-        """Versions whose snapshot an earlier process took and did not score."""
-        done = {record["version"] for record in self._run.evaluations()}
+        """Versions whose snapshot an earlier process took and did not score; not what is due again anyway."""
+        again = {self._step} if self._step in (0, self._config.run.steps) else set()
+        done = {record["version"] for record in self._run.evaluations()} | again
         return [v for v in self._run.evaluation_snapshots_taken() if v not in done and v <= self._step]
 
     async def _snapshot(self, path: Path) -> None:
@@ -382,6 +416,10 @@ class Driver(ABC):
         while True:
             self._run.write_status(asdict(self._status()))
             self._parts.check_health()
+            if await self._parts.mend():
+                async with self._weights:  # not between an update and its publication
+                    if await self._parts.mend():  # unless that publication has served the new engine too
+                        await self._publish(self._step)
             await asyncio.sleep(_HEALTH_INTERVAL)
 
     def _status(self) -> Status:
