@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from sys import executable
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -16,12 +17,30 @@ _START_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
+class Address:
+    """Where a gateway listens, and the key that opens its admin routes."""
+
+    url: str
+    admin_key: str
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayProcess:
     """A running gateway that dies with this process. `admin_key` opens its admin routes."""
 
     url: str
     admin_key: str
     child: Child
+
+    @property
+    def address(self) -> Address:
+        return Address(self.url, self.admin_key)
+
+    def alive(self) -> bool:
+        return self.child.alive()
+
+    def ending(self) -> str:
+        return self.child.ending()
 
     def stop(self) -> None:
         self.child.stop()
@@ -34,15 +53,18 @@ def launch(
     directory: Path,
     family: str | None = None,
     options: Sequence[str] = (),
+    replacing: Address | None = None,
 ) -> GatewayProcess:
     """Start `titogym serve` on a free port, with a fresh admin key; journal and log go to `directory`.
 
-    `options` are further arguments of `titogym serve`. Call from the main thread. Raises `UserError`
-    with the end of its log when it does not start.
+    One that replaces another, which has died, gets its port, its key and, by the same `directory`, its
+    sessions. `options` are further arguments of `titogym serve`. Call from the main thread. Raises
+    `UserError` with the end of its log when it does not start.
     """
-    key = secrets.token_urlsafe(24)
+    key = replacing.admin_key if replacing else secrets.token_urlsafe(24)
+    port = urlsplit(replacing.url).port if replacing else 0
     log = directory / "gateway.log"
-    command = [executable, "-m", "titogym", "serve", "--port", "0", "--model-dir", str(model_dir)]
+    command = [executable, "-m", "titogym", "serve", "--port", str(port), "--model-dir", str(model_dir)]
     command += [word for url in engines for word in ("--engine", url)]
     command += ["--journal", str(directory / "gateway.sqlite")]
     command += ["--family", family] if family else []

@@ -69,6 +69,13 @@ class Child:
         except OSError:
             return ""
 
+    def ending(self) -> str:
+        """How it ended, for a person: the status and the last lines of the log."""
+        return (
+            f"{self.name} stopped with status {self.process.returncode}; the end of {self.log}:\n"
+            f"{self.log_tail()}"
+        )
+
     def wait_ready(self, ready: Callable[[], bool], timeout: float, interval: float = 0.2) -> None:
         """Poll `ready` until it is true. Raises `UserError` with the log's tail on death or timeout (s)."""
         deadline = time.monotonic() + timeout

@@ -376,6 +376,11 @@ class TrainerSection(Section):
         description="Routing replay for mixture-of-experts models: the trainer takes the experts that the "
         "engine took.",
     )
+    true_on_policy: bool = Field(
+        default=False,
+        description="Engine and trainer share one arithmetic, and a step is refused unless their log-probs are "
+        "equal to the last bit. For models with a profile (docs/backends.md), some ten times slower.",
+    )
     timeout: Positive = Field(
         default=600.0, description="Seconds that one rank waits for another before the trainer gives up."
     )
@@ -449,7 +454,7 @@ class ClusterSection(Section):
     )
     address: Text | None = Field(
         default=None,
-        description='Ray cluster to join ("auto", "ray://HOST:PORT"); a new one on this machine when left out.',
+        description='Ray cluster to join ("auto", "HOST:PORT"); when left out, a new one on this machine.',
     )
     rollout_workers: Count = Field(default=2, description="Ray: actors that run the episodes between them.")
     max_restarts: Whole = Field(
@@ -604,6 +609,8 @@ def _impossible(config: RunConfig) -> Iterator[str]:
             f"engine.context_length = {context}: lower the former"
         )
     yield from _impossible_training(config.trainer, config.optimizer)
+    if config.trainer.true_on_policy:
+        yield from _not_on_policy(config)
     pool = config.engine.max_total_tokens
     if context is not None and pool is not None and context > pool:
         yield (
@@ -634,6 +641,16 @@ def _impossible(config: RunConfig) -> Iterator[str]:
                 f'eval.split = "{evaluation.split}" is the split that training sees: choose another '
                 "eval.split, eval.source or eval.seed"
             )
+
+
+def _not_on_policy(config: RunConfig) -> Iterator[str]:
+    because = "so that trainer.true_on_policy can hold"
+    if config.run.driver != "sync":
+        yield f'run.driver = "async" trains on what older weights have sampled: set it to "sync", {because}'
+    if config.engine.urls:
+        yield f"engine.urls names engines with an arithmetic of their own: leave it out, {because}"
+    if config.engine.dtype != "float32":
+        yield f'engine.dtype has to be "float32", {because}'
 
 
 def _impossible_training(trainer: TrainerSection, optimizer: OptimizerConfig) -> Iterator[str]:

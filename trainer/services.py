@@ -1,47 +1,46 @@
-"""The processes of a run: engine, gateway and trainer. All die with this one."""
+"""The processes of a run: engines, gateways and trainer. All die with this one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlsplit
 
 from titogym.errors import UserError
-from titogym.gateway import launch as gateway
 from titogym.gateway.engines import launch as engines
 from titogym.gateway.engines.control import EngineControl
-from titogym.gateway.launch import GatewayProcess
-from titogym.processes import Child
+from titogym.gateway.engines.launch import EngineOptions
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.process import TrainerProcess
+from titogym.trainer.cluster.base import Cluster, GatewayOptions, Report, Running, RunningGateway
+from titogym.trainer.cluster.supervision import Service, Supervisor
 from titogym.trainer.config import RunConfig
 from titogym.trainer.weights.settings import WeightSettings
+
+R = TypeVar("R", bound=Running)
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Running and connected to one another: the trainer has joined the engines' weight-update group."""
+    """Running and connected to one another: the trainer has met the engines."""
 
     trainer: TrainerProcess
-    gateway: GatewayProcess
-    children: tuple[Child, ...]  # without the trainer, whose end its own next call reports
-    eval_gateway: GatewayProcess | None = None  # in front of engines that serve evaluation alone
+    gateway: RunningGateway
+    supervisor: Supervisor
+    cluster: Cluster
+    eval_gateway: RunningGateway | None = None  # in front of engines that serve evaluation alone
 
     def check_health(self) -> None:
-        """Raises `UserError` when one of them has died."""
-        for child in self.children:
-            if not child.alive():
-                raise UserError(
-                    f"The {child.name} stopped with status {child.process.returncode}; the run can be "
-                    f"continued with --resume. The end of {child.log}:\n{child.log_tail()}"
-                )
+        """Raises `UserError` when the trainer has died; it alone cannot be replaced while a run goes on."""
         if not self.trainer.alive():
             raise UserError("The trainer process stopped; the run can be continued with --resume.")
 
 
 @contextmanager
 def running(
-    config: RunConfig, logs: Path, checkpoint: Path | None, report: Callable[[str], None]
+    config: RunConfig, cluster: Cluster, logs: Path, checkpoint: Path | None, report: Report
 ) -> Iterator[Services]:
     """Start everything, with the trainer's state from `checkpoint` if there is one; stop it all at the end.
 
@@ -49,28 +48,20 @@ def running(
     start; what had started is stopped again.
     """
     with ExitStack() as stack:
-        trainer = TrainerProcess(_backend_spec(config), logs / "trainer.log")
+        stack.callback(cluster.close)
+        # Processes end with the thread that started them: what is replaced later needs one that stays.
+        starter = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="services"))
+        trainer = cluster.trainer(_backend_spec(config), logs / "trainer.log")
         stack.callback(trainer.close)
-        children = []
-        # The trainer loads its model on another thread while the engine starts: both take long.
+        # The trainer loads its model on another thread while the engines start: both take long.
         with ThreadPoolExecutor(1) as loading:
             loaded = loading.submit(_load, trainer, config.model.dir, checkpoint)
             try:
-                urls, eval_urls = config.engine.urls, config.eval.urls if config.eval else []
-                for key, url in [("engine", url) for url in urls] + [("eval", url) for url in eval_urls]:
-                    if not engines.answers(url):
-                        raise UserError(f"No engine answers at {url}: start it, or correct {key}.urls.")
-                if not urls:
-                    report("Starting the engine and the trainer")
-                    engine = engines.launch(
-                        _engine_options(config),
-                        logs / "engine.log",
-                        timeout=config.engine.start_timeout,
-                        report=report,
-                    )
-                    stack.callback(engine.stop)
-                    children.append(engine.child)
-                    urls = [engine.url]
+                _check_given(config)
+                own = [] if config.engine.urls else _start_engines(config, cluster, logs, report)
+                for service in own:
+                    stack.callback(_stop, service)
+                urls = [service.running.url for service in own] or config.engine.urls
                 if config.trainer.r3:
                     _check_routes(urls)
                 loaded.result()
@@ -78,18 +69,68 @@ def running(
                 trainer.close()  # else leaving the pool would wait for the model
                 raise
         report("Starting the gateway")
-        served = [_start_gateway(config, urls, logs)]
-        stack.callback(served[0].stop)
-        if eval_urls:
-            served.append(_start_gateway(config, eval_urls, logs / "eval"))
-            stack.callback(served[1].stop)
-        children += [one.child for one in served]
-        trainer.connect_engines(urls, _weight_settings(config))
+        gateways = [_start_gateway(config, cluster, urls, logs)]
+        stack.callback(_stop, gateways[0])
+        if config.eval and config.eval.urls:
+            gateways.append(_start_gateway(config, cluster, config.eval.urls, logs / "eval"))
+            stack.callback(_stop, gateways[1])
+
+        def connect() -> None:
+            trainer.connect_engines(urls, _weight_settings(config))
+
+        connect()
         if config.weights.check:
             report("Checking that every weight arrives in the engines")
             if not trainer.check_weight_update()["publish/tensors_checked"]:
                 report("Not checked: an engine spreads its weights over several ranks")
-        yield Services(trainer, served[0], tuple(children), served[1] if eval_urls else None)
+        supervisor = Supervisor(own, gateways, connect, starter, lambda name: report(f"Replaced the {name}"))
+        yield Services(
+            trainer,
+            gateways[0].running,
+            supervisor,
+            cluster,
+            gateways[1].running if len(gateways) > 1 else None,
+        )
+
+
+def _stop(service: Service[R]) -> None:
+    service.running.stop()  # the one that runs by then
+
+
+def _check_given(config: RunConfig) -> None:
+    given = [("engine", url) for url in config.engine.urls]
+    given += [("eval", url) for url in (config.eval.urls if config.eval else [])]
+    for key, url in given:
+        if not engines.answers(url):
+            raise UserError(f"No engine answers at {url}: start it, or correct {key}.urls.")
+
+
+def _start_engines(config: RunConfig, cluster: Cluster, logs: Path, report: Report) -> list[Service[Running]]:
+    """The run's own engines, all at once; when one does not come up, the others are stopped."""
+    count = config.engine.count
+    report(
+        "Starting the engine and the trainer" if count == 1 else f"Starting {count} engines and the trainer"
+    )
+    options = _engine_options(config)
+
+    def start(number: int, options: EngineOptions) -> Running:
+        log = logs / ("engine.log" if count == 1 else f"engine-{number}.log")
+        return cluster.engine(number, options, log, config.engine.start_timeout, report)
+
+    def service(number: int, engine: Running) -> Service[Running]:
+        again = replace(options, port=urlsplit(engine.url).port or 0)
+        name = "engine" if count == 1 else f"engine {number}"
+        return Service(name, engine, lambda old: start(number, again), config.cluster.max_restarts)
+
+    started: list[Service[Running]] = []
+    try:
+        for number in range(count):
+            started.append(service(number, start(number, options)))
+    except BaseException:
+        for one in started:
+            one.running.stop()
+        raise
+    return started
 
 
 def _check_routes(urls: Sequence[str]) -> None:
@@ -103,14 +144,18 @@ def _check_routes(urls: Sequence[str]) -> None:
                 )
 
 
-def _start_gateway(config: RunConfig, urls: Sequence[str], logs: Path) -> GatewayProcess:
+def _start_gateway(
+    config: RunConfig, cluster: Cluster, urls: Sequence[str], logs: Path
+) -> Service[RunningGateway]:
     logs.mkdir(parents=True, exist_ok=True)
-    return gateway.launch(
-        urls,
-        config.model.dir,
-        directory=logs,
-        family=config.model.family,
-        options=_gateway_options(config),
+    options = GatewayOptions(
+        urls, config.model.dir, logs, config.model.family, tuple(_gateway_options(config))
+    )
+    return Service(
+        "gateway",
+        cluster.gateway(options),
+        lambda old: cluster.gateway(options, old),
+        config.cluster.max_restarts,
     )
 
 
@@ -133,6 +178,7 @@ def _backend_spec(config: RunConfig) -> BackendSpec:
         recompute=settings.recompute,
         deterministic=settings.deterministic,
         replay_routes=settings.r3,
+        true_on_policy=settings.true_on_policy,
         timeout=settings.timeout,
         reference=config.algorithm.needs_reference,
         value_head=config.algorithm.needs_value,
@@ -166,6 +212,7 @@ def _engine_options(config: RunConfig) -> engines.EngineOptions:
         threads=settings.threads,
         seed=config.run.seed,
         expert_routes=config.trainer.r3,
+        exact=config.trainer.true_on_policy,
         extra=tuple(settings.extra),
     )
 

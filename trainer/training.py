@@ -5,35 +5,36 @@ import errno
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
+from titogym import dotted
 from titogym.envs import registry
-from titogym.envs.sandboxes.registry import backend as sandbox_backend
 from titogym.envs.task import Limits, Task
 from titogym.errors import UserError
-from titogym.gateway.client import GatewayClient
 from titogym.gateway.routes import route_shape
 from titogym.harnesses.base import Harness
-from titogym.harnesses.episode import EpisodeResult, run_episode
 from titogym.harnesses.registry import harness
 from titogym.templates.registry import resolve
 from titogym.templates.tokenizer import Tokenizer
 from titogym.trainer import services
+from titogym.trainer.advantages import estimator
 from titogym.trainer.backends.process import TrainerError
+from titogym.trainer.buffer import BufferSettings
+from titogym.trainer.cluster import cluster
 from titogym.trainer.config import RolloutSection, RunConfig
 from titogym.trainer.drivers import DRIVERS
 from titogym.trainer.drivers.base import Parts
+from titogym.trainer.episodes import Gateways
 from titogym.trainer.evaluation import DedicatedEngines
 from titogym.trainer.live import serving
 from titogym.trainer.progress import Progress
 from titogym.trainer.report import write_html
-from titogym.trainer.rollout import RunEpisode
 from titogym.trainer.runs import RunDirectory
 from titogym.trainer.trackers import trackers
 
@@ -63,7 +64,7 @@ def run_training(config: RunConfig, console: Console, *, resume: bool = False) -
             _logging_to(run.logs / "driver.log"),
             asyncio.Runner() as runner,
             _live_page(config, run, progress),
-            services.running(config, run.logs, checkpoint, progress.note) as up,
+            services.running(config, cluster(config), run.logs, checkpoint, progress.note) as up,
             progress.running(),
         ):
             runner.run(_train(config, prepared, up, run, progress))
@@ -134,8 +135,16 @@ def prepare(config: RunConfig) -> Prepared:
     """Everything that is found by name or read from disk. Raises `UserError` where it is not there."""
     tokenizer = Tokenizer.load(config.model.dir)
     resolve(config.model.dir, config.model.family)
+    if config.trainer.true_on_policy:
+        on_policy.check(
+            read_json(config.model.dir / "config.json"),
+            backend=config.trainer.backend,
+            dtype=config.trainer.dtype,
+            device=default_device(),
+        )
     if config.trainer.r3 and route_shape(config.model.dir) is None:
         raise UserError("trainer.r3 replays the experts of mixture-of-experts models: set it to false.")
+    _find_functions(config)
     training, evaluation = config.environment, config.eval
     tasks = registry.tasks(training.source, split=training.split, seed=training.seed, count=training.count)
     eval_tasks: list[Task] = []
@@ -155,6 +164,15 @@ def prepare(config: RunConfig) -> Prepared:
         harness=harness(config.harness.name, **config.harness.options),
         tokenizer=tokenizer,
     )
+
+
+def _find_functions(config: RunConfig) -> None:
+    """The user's own functions and classes. Raises `UserError` for one that is not found."""
+    estimator(config.algorithm.advantage)
+    BufferSettings.of(config)
+    dotted.load(config.buffer.implementation, "buffer.implementation")
+    if config.algorithm.loss != "clipped":
+        dotted.load(config.algorithm.loss, "algorithm.loss")
 
 
 def _limited(task: Task, rollout: RolloutSection) -> Task:
@@ -184,71 +202,29 @@ def _cancel_on_sigterm() -> None:
 @asynccontextmanager
 async def _parts(config: RunConfig, prepared: Prepared, up: services.Services) -> AsyncIterator[Parts]:
     """The driver's parts on top of the running services."""
-    sandboxes = config.sandbox
-    own = {} if sandboxes.root is None else {"root": sandboxes.root}
-    labels = {"run": config.run.dir.name}
-    backend = sandbox_backend(sandboxes.backend, labels=labels, **own, **sandboxes.options)
     served = up.eval_gateway or up.gateway
-    following = trackers(config, config.run.dir)
+    gateways = Gateways(
+        (up.gateway.url, up.gateway.admin_key),
+        (served.url, served.admin_key),
+    )
+    resumed = max(RunDirectory(config.run.dir).checkpoints(), default=0)
+    following = trackers(config, config.run.dir, resumed)
     try:
-        async with (
-            GatewayClient(up.gateway.url, up.gateway.admin_key) as client,
-            GatewayClient(served.url, served.admin_key) as eval_client,
-        ):
-            await prepared.harness.prepare()
-
-            def episodes(gateway: GatewayClient, temperature: float) -> RunEpisode:
-                options = _session_options(config, temperature)
-
-                async def run_one(task: Task, labels: Mapping[str, str]) -> EpisodeResult:
-                    return await run_episode(
-                        task,
-                        harness=prepared.harness,
-                        backend=backend,
-                        gateway=gateway,
-                        session_options=options,
-                        labels=labels,
-                    )
-
-                return run_one
-
+        async with up.cluster.episodes(config, prepared.harness, gateways) as episodes:
+            watched = up.supervisor.episode
             yield Parts(
                 trainer=up.trainer,
-                run_episode=episodes(client, config.rollout.temperature),
-                run_eval_episode=episodes(eval_client, config.eval.temperature if config.eval else 0.0),
+                run_episode=lambda task, labels: watched(partial(episodes.train, task, labels)),
+                run_eval_episode=lambda task, labels: watched(partial(episodes.evaluate, task, labels)),
                 tasks=prepared.tasks,
                 eval_tasks=prepared.eval_tasks,
                 token_text=lambda token: prepared.tokenizer.decode([token]),
                 check_health=up.check_health,
+                mend=up.supervisor.mend,
+                let_in=up.supervisor.let_in,
                 eval_engines=DedicatedEngines(config.eval.urls) if config.eval and config.eval.urls else None,
                 trackers=following,
             )
     finally:
         for tracker in following:
             tracker.close()
-        await prepared.harness.close()
-        await backend.close()
-
-
-def _session_options(config: RunConfig, temperature: float) -> dict[str, Any]:
-    """What the gateway forces on every turn, whatever the agent asks.
-
-    The whole distribution is sampled from (no cut-offs, no penalties): the trainer scores under no other.
-    """
-    options: dict[str, Any] = {
-        "policy": config.gateway.policy,
-        "sampling": {
-            "temperature": temperature,
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
-            "frequency_penalty": 0.0,
-            "presence_penalty": 0.0,
-            "max_tokens": config.rollout.max_tokens_per_turn,
-        },
-    }
-    if config.trainer.r3:
-        options["routes"] = True
-    if config.gateway.matcher is not None:
-        options["matcher"] = config.gateway.matcher
-    return options

@@ -44,6 +44,7 @@ class EngineOptions:
     seed: int | None = None
     expert_routes: bool = False  # return each token's experts (MoE models)
     threads: int = 1  # OpenMP threads of a CPU engine
+    exact: bool = False  # on a CPU, compute as `cpu_shim.exact_forward` does, for true on-policy training
     extra: tuple[str, ...] = ()  # further arguments, handed to SGLang as they are
 
 
@@ -91,6 +92,8 @@ def engine_command(options: EngineOptions, python: Path) -> tuple[list[str], dic
             # Threads that spin at a barrier starve each other where trainer and engine share cores.
             "OMP_WAIT_POLICY": "PASSIVE",
         }
+        if options.exact:
+            environment["TITOGYM_EXACT_FORWARD"] = "1"
     command = [str(python), "-m", "sglang.launch_server"]
     for name, value in arguments.items():
         if value is True:
@@ -119,6 +122,9 @@ class EngineProcess:
 
     def alive(self) -> bool:
         return self.child.alive()
+
+    def ending(self) -> str:
+        return self.child.ending()
 
     def stop(self) -> None:
         """Kill the server and its workers. Safe to call twice."""

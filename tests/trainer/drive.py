@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 
 from titogym.cli import train as cli
-from titogym.trainer import services
 from titogym.trainer.backends.process import TrainerProcess
+from titogym.trainer.cluster import local
 
 
 class VersionOnlyTrainer(TrainerProcess):
@@ -52,7 +52,7 @@ def word(number: int) -> str:
 
 
 def main() -> None:
-    setattr(services, "TrainerProcess", VersionOnlyTrainer)  # noqa: B010 (typed code may not do this)
+    setattr(local, "TrainerProcess", VersionOnlyTrainer)  # noqa: B010 (typed code may not do this)
     cli.command(config=Path(sys.argv[1]), resume="--resume" in sys.argv)
 
 

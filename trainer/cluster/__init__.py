@@ -1,0 +1,14 @@
+"""Where the processes of a run live, and how those that die are replaced."""
+
+from titogym.trainer.cluster.base import Cluster
+from titogym.trainer.cluster.local import Local
+from titogym.trainer.config import RunConfig
+
+
+def cluster(config: RunConfig) -> Cluster:
+    """The cluster that `config.cluster` asks for. Raises `UserError` when it cannot be reached."""
+    if config.cluster.kind == "local":
+        return Local()
+    from titogym.trainer.cluster.ray import OnRay
+
+    return OnRay(config)
