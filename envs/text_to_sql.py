@@ -9,13 +9,14 @@ read-only, over a database in memory.
 """
 
 import json
+import signal
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from titogym.envs.dealing import Split, deal
 from titogym.envs.environment import DONE, Action, Observation, ToolCall, user
 from titogym.envs.graders import code_of
-from titogym.envs.sandboxes.base import ExecResult, Sandbox
+from titogym.envs.sandboxes.base import ExecResult, Sandbox, SandboxError
 from titogym.envs.sql_problems import SCHEMA, Level, Row, draw
 from titogym.envs.task import Grade, GradingError, Limits, Task
 from titogym.envs.tools import Toolbox
@@ -30,13 +31,16 @@ _LIMITS = Limits(
 )
 SHOWN_ROWS = 20  # of a query's result that the model sees
 _COMPARED_ROWS = 1000
-QUERY_SECONDS = 10.0
+QUERY_STEPS = 20_000_000  # instructions of SQLite's machine: a limit that no busy host moves
+_CPU_SECONDS = 10  # for what is long within one instruction
+_WALL_SECONDS = 120.0
 _WIDEST = 200  # characters of a value
 
-# Runs in the sandbox: {"setup", "query", "rows"} on stdin, {"columns", "rows", "more"} or {"error"} out.
+# Runs in the sandbox: a job on stdin, {"columns", "rows", "more"} or {"error"} out.
 _RUNNER = """
-import json, sqlite3, sys
+import json, resource, sqlite3, sys
 job = json.load(sys.stdin)
+resource.setrlimit(resource.RLIMIT_CPU, (job["seconds"], job["seconds"]))
 base = sqlite3.connect(":memory:")
 base.executescript(job["setup"])
 READS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE}
@@ -48,6 +52,7 @@ def allowed(action, first, second, database, trigger):
     fine = action in READS or action == sqlite3.SQLITE_FUNCTION
     return sqlite3.SQLITE_OK if fine else sqlite3.SQLITE_DENY
 base.set_authorizer(allowed)
+base.set_progress_handler(lambda: 1, job["steps"])
 def plain(value):
     return "0x" + value.hex() if isinstance(value, bytes) else value
 try:
@@ -58,6 +63,8 @@ try:
     done = {"columns": columns, "rows": rows, "more": len(found) > job["rows"]}
 except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:
     done = {"error": str(error)}
+    if str(error) == "interrupted":
+        done = {"error": "the query takes too long"}
 except MemoryError:
     done = {"error": "out of memory"}
 print(json.dumps(done))
@@ -156,17 +163,24 @@ def same_rows(found: Sequence[Row], expected: Sequence[Row], *, ordered: bool) -
 
 
 async def _run(sandbox: Sandbox, setup: str, query: str, rows: int) -> dict[str, Any]:
-    job = json.dumps({"setup": f"{SCHEMA}\n{setup}", "query": query, "rows": rows}).encode()
-    done = await sandbox.exec(
-        ["python3", "-I", "-c", _RUNNER], stdin=job, timeout=QUERY_SECONDS, max_output=1 << 22
-    )
-    return _result(done)
+    job = {
+        "setup": f"{SCHEMA}\n{setup}",
+        "query": query,
+        "rows": rows,
+        "steps": QUERY_STEPS,
+        "seconds": _CPU_SECONDS,
+    }
+    words = ["python3", "-I", "-c", _RUNNER]
+    stdin = json.dumps(job).encode()
+    return _result(await sandbox.exec(words, stdin=stdin, timeout=_WALL_SECONDS, max_output=1 << 22))
 
 
 def _result(done: ExecResult) -> dict[str, Any]:
-    """What the runner said. A query may exhaust time or memory; a machine without Python may not."""
+    """What the runner said. A query may exhaust CPU or memory; a host that is too busy is not its fault."""
     if done.timed_out:
-        return {"error": f"the query took longer than {QUERY_SECONDS:g} s"}
+        raise SandboxError(f"The sandbox ran no query to its end within {_WALL_SECONDS:g} s.")
+    if done.exit_code == 128 + signal.SIGXCPU:
+        return {"error": "the query takes too long"}
     if done.out_of_memory or done.truncated:
         return {"error": "the query took too much memory"}
     try:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titogym.envs import registry, text_to_sql
+from titogym.envs import registry
 from titogym.envs.checking import check_tasks
 from titogym.envs.environment import Action, ToolCall
 from titogym.envs.sandboxes.base import SandboxSpec
@@ -132,9 +132,8 @@ async def shop(backend):
 
 
 @pytest.mark.sandbox
-async def test_queries_see_the_database_and_nothing_else(shop, monkeypatch):
+async def test_queries_see_the_database_and_nothing_else(shop):
     _, ask, _ = shop
-    monkeypatch.setattr(text_to_sql, "QUERY_SECONDS", 2.0)
     assert await ask("SELECT 1 AS one, NULL, x'ff'") == "one | NULL | x'ff'\n1 | NULL | 0xff"
     assert "(more rows)" in await ask("SELECT * FROM orders")
     assert "price" in await ask("PRAGMA table_info(products)")
@@ -151,9 +150,8 @@ async def test_queries_see_the_database_and_nothing_else(shop, monkeypatch):
         "",
     ):
         assert (await ask(wrong)).startswith("error:") or wrong == "", wrong
-    assert "longer than" in await ask(
-        "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT max(x) FROM n"
-    )
+    endless = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT max(x) FROM n"
+    assert await ask(endless) == "error: the query takes too long"
 
 
 @pytest.mark.sandbox
@@ -190,6 +188,7 @@ def test_rows_are_compared_as_bags_or_lists():
 @pytest.mark.parametrize(
     "cheat",
     [
+        "while True: pass",
         "import os; os._exit(0)",
         "import sys; print('[]'); sys.exit(0)",
         "import os; os.system('echo 1 > /logs/verifier/reward.txt'); raise SystemExit(1)",
