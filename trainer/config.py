@@ -116,8 +116,8 @@ class EnvironmentSection(Section):
     """The tasks that training sees."""
 
     source: Text = Field(
-        description="Where tasks come from: a directory, a .jsonl file, or a generator that `titogym env list` "
-        "shows, with its options: `arithmetic?level=2`."
+        description="Where tasks come from: a directory, a .jsonl file, or a generator that `titogym env "
+        "list` shows, with its options: `arithmetic?level=2`."
     )
     split: Text = Field(default="train", description="Split of a generator to train on.")
     seed: int = Field(default=0, description="Seed of a generator's tasks.")
