@@ -123,8 +123,11 @@ class WandbTracker:
         self._run.finish()
 
 
-def trackers(config: RunConfig, directory: Path, resumed: int) -> list[Tracker]:
-    """Those that `config.tracking` asks for, of a run that goes on from step `resumed`. Raises `UserError` when their package is not installed."""
+def trackers(config: RunConfig, directory: Path, resumed: int = 0) -> list[Tracker]:
+    """Those that `config.tracking` asks for, of a run that goes on from step `resumed`.
+
+    Raises `UserError` when their package is not installed.
+    """
     wanted: dict[str, tuple[bool, Callable[[], Tracker]]] = {
         "tensorboard": (
             config.tracking.tensorboard,

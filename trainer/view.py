@@ -170,7 +170,7 @@ def _failures(events: Sequence[Record]) -> Iterator[dict[str, Any]]:
 
 
 class Listing:
-    """The latest kept trajectories as lines of a table. Files are read once, and only so many as are shown."""
+    """The latest kept trajectories as lines of a table. Only files that are shown are read, and once."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run

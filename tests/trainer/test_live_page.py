@@ -111,7 +111,12 @@ def test_new_trajectories_are_listed_first_and_old_files_are_read_once(directory
         run.keep_trajectories(f"step-{step:06d}", [record] * 2)
     read: list[str] = []
     kept = run.kept
-    monkeypatch.setattr(RunDirectory, "kept", lambda self, name: (read.append(name), kept(name))[1])
+
+    def counted(self: RunDirectory, name: str) -> Any:
+        read.append(name)
+        return kept(name)
+
+    monkeypatch.setattr(RunDirectory, "kept", counted)
     listing = Listing(run)
     assert [line["place"] for line in listing.latest(3)] == [
         "step-000010/0",
