@@ -17,12 +17,14 @@ from titogym import dotted
 from titogym.envs import registry
 from titogym.envs.task import Limits, Task
 from titogym.errors import UserError
+from titogym.gateway.engines.environment import default_device
 from titogym.gateway.routes import route_shape
 from titogym.harnesses.base import Harness
 from titogym.harnesses.registry import harness
+from titogym.templates.published import read_json
 from titogym.templates.registry import resolve
 from titogym.templates.tokenizer import Tokenizer
-from titogym.trainer import services
+from titogym.trainer import on_policy, services
 from titogym.trainer.advantages import estimator
 from titogym.trainer.backends.process import TrainerError
 from titogym.trainer.buffer import BufferSettings

@@ -39,6 +39,8 @@ class SteppingBackend(ABC):
     are wanted; values, where there is a value head.
     """
 
+    EXACT = False  # whether it can compute as a true on-policy engine does
+
     def __init__(self, spec: BackendSpec) -> None:
         self.spec = spec
         self.step = 0
@@ -46,6 +48,8 @@ class SteppingBackend(ABC):
         self._config: dict[str, Any] = {}  # of the model's config.json
         self._source: Path | None = None  # directory with its tokenizer
         self._reference: list[Tensor] | None = None
+        if spec.true_on_policy and not self.EXACT:
+            raise UserError('trainer.true_on_policy needs trainer.backend = "fsdp"')
         if spec.threads is not None:
             torch.set_num_threads(spec.threads)
         torch.use_deterministic_algorithms(spec.deterministic)
@@ -168,6 +172,8 @@ class SteppingBackend(ABC):
             )
 
         parts = [part for part in self._accumulate(micros, temperature, loss) if part]
+        if self.spec.true_on_policy:
+            _check_exact(parts)
         grad_norm = self._update(lr)
         if not math.isfinite(grad_norm):
             raise UserError(
@@ -200,6 +206,9 @@ class SteppingBackend(ABC):
     def _further_metrics(self) -> dict[str, float]:
         """Of the step just taken."""
         return {}
+
+    @abstractmethod
+    def export(self) -> Iterator[tuple[str, Tensor]]: ...
 
     @abstractmethod
     def _build(self, config: Mapping[str, Any]) -> torch.device:
@@ -251,6 +260,16 @@ class SteppingBackend(ABC):
     @abstractmethod
     def _read(self, version: Path, step: int) -> None:
         """Restore what `_write` has written after `step` steps."""
+
+
+def _check_exact(parts: Sequence[Mapping[str, float]]) -> None:
+    """Raise `UserError` before a step on data whose log-probs are not the engine's to the last bit."""
+    gap = max((part.get("logprobs/gap_max", 0.0) for part in parts), default=0.0)
+    if gap != 0:
+        raise UserError(
+            f"trainer.true_on_policy: the trainer's log-probs differ from the engine's by up to {gap:.3g}, and "
+            "not by 0. Engine and trainer no longer compute the same; the weights were not changed."
+        )
 
 
 def _total(loss_mask: Sequence[NDArray[np.float32]]) -> float:

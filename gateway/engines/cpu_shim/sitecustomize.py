@@ -15,6 +15,7 @@ imports packages that exist for GPUs alone. Nothing here computes anything:
 import importlib.abc
 import importlib.machinery
 import multiprocessing.context
+import os
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -98,6 +99,23 @@ PATCHES: dict[str, Callable[[Any], None]] = {
     "sglang.srt.mem_cache.pool_host.common": _no_pinned_memory,
     "sglang.srt.entrypoints.engine": _fork_workers,
 }
+
+
+def _exact(module: Any) -> None:
+    import exact_forward  # it imports torch, which not every process of the engine needs
+
+    exact_forward.PATCHES[module.__name__](module)
+
+
+if os.environ.get("TITOGYM_EXACT_FORWARD"):
+    PATCHES |= dict.fromkeys(
+        (
+            "sglang.srt.layers.quantization.unquant",
+            "sglang.srt.layers.logits_processor",
+            "sglang.srt.layers.attention.torch_native_backend",
+        ),
+        _exact,
+    )
 
 
 class _PatchFinder(importlib.abc.MetaPathFinder):

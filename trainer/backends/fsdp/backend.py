@@ -11,16 +11,19 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as read_sharded
+from torch.distributed.checkpoint.state_dict_saver import save as write_sharded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from titogym.errors import UserError
+from titogym.gateway.engines.cpu_shim import exact_forward
+from titogym.trainer import on_policy
 from titogym.trainer.backends import hf_directory
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.packing import Members, Microbatch, Share
@@ -33,6 +36,13 @@ class FsdpBackend(SteppingBackend):
 
     Weights and optimizer are fp32; with dtype "bfloat16" the forward and backward passes are in bf16.
     """
+
+    EXACT = True
+
+    def __init__(self, spec: BackendSpec) -> None:
+        super().__init__(spec)
+        if spec.true_on_policy:
+            exact_forward.install()
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Tied copies appear once. Tensors that the model fuses are cut up again all together."""
@@ -54,6 +64,9 @@ class FsdpBackend(SteppingBackend):
 
     def _build(self, config: Mapping[str, Any]) -> torch.device:
         _check(self.spec)
+        if self.spec.true_on_policy:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            on_policy.check(config, backend="fsdp", dtype=self.spec.dtype, device=device)
         device = join_world(self.spec)
         _model_config(config)  # a model that is not known is refused before its weights are read
         return device
@@ -89,7 +102,10 @@ class FsdpBackend(SteppingBackend):
         settings = self.spec.optimizer
         matrices = [parameter for parameter in self._parameters() if parameter.dim() > 1]
         others = [parameter for parameter in self._parameters() if parameter.dim() <= 1]
-        groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]  # norms are not decayed
+        groups: list[dict[str, Any]] = [
+            {"params": matrices},
+            {"params": others, "weight_decay": 0.0},
+        ]  # norms are not decayed
         self._optimizer = torch.optim.AdamW(
             [group for group in groups if group["params"]],
             lr=settings.lr,
@@ -126,7 +142,7 @@ class FsdpBackend(SteppingBackend):
         parts = []
         for micro in micros:
             share, part = loss(micro, self._scores(micro, temperature, self.spec.loss.needs_entropy))
-            (share * dist.get_world_size()).backward()  # fully_shard takes the mean over ranks
+            torch.autograd.backward(share * dist.get_world_size())  # fully_shard takes the mean over ranks
             parts.append(part)
         return _of_all(parts)
 
@@ -140,6 +156,8 @@ class FsdpBackend(SteppingBackend):
         if temperature != 1.0:
             logits = logits / temperature
         logp = torch.log_softmax(logits, dim=-1)
+        if self.spec.true_on_policy:  # SGLang's way to log-probs; the gradient is the same
+            logp = torch.softmax(logits, dim=-1).log().detach() + (logp - logp.detach())
         columns = [logp.gather(-1, micro.targets[:, None])[:, 0]]
         if with_entropy:
             columns.append(-(logp.exp() * logp).sum(-1))
@@ -154,11 +172,11 @@ class FsdpBackend(SteppingBackend):
 
     def _write(self, version: Path) -> None:
         weights, moments = get_state_dict(self.model, self._optimizer)
-        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=str(version))
+        write_sharded({"model": weights, "optimizer": moments}, checkpoint_id=str(version))
 
     def _read(self, version: Path, step: int) -> None:
         weights, moments = get_state_dict(self.model, self._optimizer)
-        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=str(version))
+        read_sharded({"model": weights, "optimizer": moments}, checkpoint_id=str(version))
         set_state_dict(self.model, self._optimizer, model_state_dict=weights, optim_state_dict=moments)
 
 

@@ -54,12 +54,12 @@ class PackedCausalAttention(nn.Module):
     def _across_ranks(self, query: Tensor, key: Tensor, value: Tensor, bounds: list[int]) -> Tensor:
         ranks = parallel_state.get_context_parallel_world_size()
         rank = parallel_state.get_context_parallel_rank()
-        keys, values = _Gather.apply(key), _Gather.apply(value)
+        keys, values = _gathered(key), _gathered(value)
         attended = []
         for start, end in pairwise(bounds):
             here, chunk = slice(start // ranks, end // ranks), (end - start) // (2 * ranks)
             k, v = _in_order(keys[:, here], chunk), _in_order(values[:, here], chunk)
-            for q, number in zip(query[here].split(chunk), (rank, 2 * ranks - 1 - rank), strict=True):
+            for q, number in zip(torch.split(query[here], chunk), (rank, 2 * ranks - 1 - rank), strict=True):
                 seen = (number + 1) * chunk
                 attended.append(self._attend(q, k[:seen], v[:seen], number * chunk))
         return torch.cat(attended).flatten(1)
@@ -82,11 +82,16 @@ def _in_order(held: Tensor, chunk: int) -> Tensor:
     return torch.cat([front, back]).flatten(0, 1)
 
 
+def _gathered(local: Tensor) -> Tensor:
+    whole: Tensor = _Gather.apply(local)  # type: ignore[no-untyped-call]
+    return whole
+
+
 class _Gather(torch.autograd.Function):
     """`[tokens, ...]` of each context rank as `[ranks, tokens, ...]` on all of them."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, local: Tensor) -> Tensor:
         local = local.contiguous()
         ranks = parallel_state.get_context_parallel_world_size()
         parts = [torch.empty_like(local) for _ in range(ranks)]
@@ -94,7 +99,7 @@ class _Gather(torch.autograd.Function):
         return torch.stack(parts)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         gradient = gradient.contiguous()
         dist.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
         return gradient[parallel_state.get_context_parallel_rank()].clone()

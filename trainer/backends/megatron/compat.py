@@ -103,8 +103,9 @@ class _TorchOnTheCpu:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def zeros(self, *size: Any, device: object = None, **settings: Any) -> torch.Tensor:
-        return torch.zeros(*size, device="cpu" if device == "cuda" else device, **settings)
+    def zeros(self, *size: Any, device: Any = None, **settings: Any) -> torch.Tensor:
+        made: torch.Tensor = torch.zeros(*size, device="cpu" if device == "cuda" else device, **settings)
+        return made
 
 
 class _CpuForCuda(TorchFunctionMode):

@@ -145,12 +145,14 @@ class Placement:
     """Where the parameters of a model that is spread over ranks lie, seen from this rank."""
 
     def __init__(self, model: PolicyModel, config: Mapping[str, Any]) -> None:
-        self._parameters = dict(model.named_parameters())
+        self._parameters: dict[str, Tensor] = dict(model.named_parameters())
         self._tied = model.share_embeddings_and_output_weights
-        self._offset = get_transformer_layer_offset(model.config)
-        self._stages = parallel_state.get_pipeline_model_parallel_world_size()
+        self._offset: int = get_transformer_layer_offset(model.config)
+        self._stages: int = parallel_state.get_pipeline_model_parallel_world_size()
         self._layers_per_stage = config["num_hidden_layers"] // self._stages
-        self._experts_per_rank = expert_count(config) // parallel_state.get_expert_model_parallel_world_size()
+        self._experts_per_rank: int = (
+            expert_count(config) // parallel_state.get_expert_model_parallel_world_size()
+        )
 
     def stage(self, slot: Slot) -> int:
         if isinstance(slot.layer, int):
@@ -162,12 +164,15 @@ class Placement:
 
     def shard_group(self, slot: Slot) -> dist.ProcessGroup:
         """The ranks that share the parameter."""
-        if slot.expert is None:
-            return parallel_state.get_tensor_model_parallel_group()
-        return parallel_state.get_expert_tensor_parallel_group()
+        group: dist.ProcessGroup = (
+            parallel_state.get_tensor_model_parallel_group()
+            if slot.expert is None
+            else parallel_state.get_expert_tensor_parallel_group()
+        )
+        return group
 
     def in_my_stage(self, slot: Slot) -> bool:
-        return self.stage(slot) == parallel_state.get_pipeline_model_parallel_rank()
+        return bool(self.stage(slot) == parallel_state.get_pipeline_model_parallel_rank())
 
     def mine(self, slot: Slot) -> Tensor | None:
         """The parameter in which this rank holds a shard of `slot`, if it holds one."""

@@ -66,7 +66,7 @@ def whole(scores: Tensor, micro: Microbatch) -> Tensor:
     """The scores `[m, columns]` of all context ranks, from this rank's own."""
     if parallel_state.get_context_parallel_world_size() == 1:
         return scores
-    result: Tensor = _Whole.apply(scores, micro.mine, micro.scored)
+    result: Tensor = _Whole.apply(scores, micro.mine, micro.scored)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -74,7 +74,7 @@ class _Whole(torch.autograd.Function):
     """Every context rank computes the same loss of all scores; each takes back the gradient of its own."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, mine: Tensor, count: int) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, scores: Tensor, mine: Tensor, count: int) -> Tensor:
         ctx.save_for_backward(mine)
         everyones = scores.new_zeros(count, scores.shape[1])
         everyones[mine] = scores
@@ -82,6 +82,6 @@ class _Whole(torch.autograd.Function):
         return everyones
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (mine,) = ctx.saved_tensors
         return gradient[mine], None, None

@@ -124,4 +124,5 @@ class Replay:
     def _part(rows: Tensor) -> Tensor:
         """The tokens that this rank's routers see: sequence parallelism cuts them over tensor ranks."""
         ranks = parallel_state.get_tensor_model_parallel_world_size()
-        return rows.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
+        part: Tensor = rows.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
+        return part
