@@ -105,7 +105,7 @@ def test_stream_and_whole_give_the_same_response_and_commit(serve):
 
 
 def test_stream_events_in_their_order(serve):
-    stand = serve([f"{THINK}I look.\n{CALL}"])
+    stand = serve([f"{THINK}I look.\n{CALL}"], engine={"token_latency": 0.01})
     session = create(stand.url)
     events = list(sdk(session).responses.create(model="m", input=[USER], tools=TOOLS, stream=True))
     kinds: list[str] = []
