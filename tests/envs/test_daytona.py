@@ -348,6 +348,28 @@ async def test_the_reaper_deletes_what_dead_drivers_left(backend, double):
         await sandbox.destroy()
 
 
+KILLS = int(os.environ.get("TITOGYM_TEST_DAYTONA_KILLS", "5"))
+
+
+async def test_drivers_that_are_killed_at_random_leave_nothing_after_the_next_pass(backend, double):
+    program = Path(__file__).with_name("daytona_drivers.py")
+    drivers = await asyncio.create_subprocess_exec(
+        *[sys.executable, str(program), double.url, str(KILLS), "4"],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert await drivers.wait() == 0
+    seen = len(double.requests)
+    while True:  # until the server has done what it was asked for last
+        await asyncio.sleep(1)
+        if len(double.requests) == seen:
+            break
+        seen = len(double.requests)
+    assert double.remotes
+    reaped = await backend.reap()
+    assert not reaped.failed
+    assert not double.remotes
+
+
 # --- grading
 
 TASK = Task(
