@@ -341,8 +341,8 @@ class TrainerSection(Section):
 
     backend: Literal["megatron", "fsdp"] = Field(
         default="megatron",
-        description="`megatron`: Qwen3, Qwen3-MoE and Llama in any layout. `fsdp`: every model of transformers, "
-        "data parallel.",
+        description="`megatron`: Qwen3, Qwen3-MoE and Llama in any layout. `fsdp`: every model of "
+        "transformers, data parallel.",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Precision of weights and compute."
@@ -379,8 +379,8 @@ class TrainerSection(Section):
     )
     true_on_policy: bool = Field(
         default=False,
-        description="Engine and trainer share one arithmetic, and a step is refused unless their log-probs are "
-        "equal to the last bit. For models with a profile (docs/backends.md), some ten times slower.",
+        description="Engine and trainer share one arithmetic, and a step is refused unless their log-probs "
+        "are equal to the last bit. For models with a profile (docs/backends.md), some ten times slower.",
     )
     timeout: Positive = Field(
         default=600.0, description="Seconds that one rank waits for another before the trainer gives up."

@@ -38,9 +38,7 @@ class BackendSpec:
     recompute: bool = False  # compute each layer's activations again in the backward pass, to save memory
     deterministic: bool = False  # only algorithms that give the same bits for the same input
     replay_routes: bool = False  # R3: the experts of `TrainBatch.routes` replace the routers' own choice
-    true_on_policy: bool = (
-        False  # the engine's arithmetic, and no step unless its log-probs are these exactly
-    )
+    true_on_policy: bool = False  # the engine's arithmetic; no step unless its log-probs are the same
     timeout: float = 600.0  # seconds that one rank may wait for another before the trainer gives up
     reference: bool = False  # keep the start model frozen beside the one in training
     value_head: bool = False  # a linear layer on the last hidden state that predicts returns

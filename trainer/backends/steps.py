@@ -267,7 +267,7 @@ def _check_exact(parts: Sequence[Mapping[str, float]]) -> None:
     gap = max((part.get("logprobs/gap_max", 0.0) for part in parts), default=0.0)
     if gap != 0:
         raise UserError(
-            f"trainer.true_on_policy: the trainer's log-probs differ from the engine's by up to {gap:.3g}, and "
+            f"trainer.true_on_policy: the trainer's log-probs differ from the engine's by up to {gap:.3g}, "
             "not by 0. Engine and trainer no longer compute the same; the weights were not changed."
         )
 

@@ -65,8 +65,8 @@ class FsdpBackend(SteppingBackend):
     def _build(self, config: Mapping[str, Any]) -> torch.device:
         _check(self.spec)
         if self.spec.true_on_policy:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            on_policy.check(config, backend="fsdp", dtype=self.spec.dtype, device=device)
+            on_gpu = torch.cuda.is_available()
+            on_policy.check(config, backend="fsdp", dtype=self.spec.dtype, device="cuda" if on_gpu else "cpu")
         device = join_world(self.spec)
         _model_config(config)  # a model that is not known is refused before its weights are read
         return device
