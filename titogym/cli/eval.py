@@ -37,6 +37,7 @@ def command(
     split: shared.SplitOption = "test",
     seed: shared.SeedOption = 0,
     concurrency: Annotated[int, typer.Option("--concurrency", "-j", min=1, help="Episodes in flight.")] = 8,
+    warm: Annotated[int, typer.Option(min=0, help="Sandboxes that are made ready ahead.")] = 2,
     success: Annotated[
         float, typer.Option(min=0, max=1, help="Least reward of an attempt that passes.")
     ] = 1.0,
@@ -110,6 +111,7 @@ def command(
                         sandbox=(sandbox, sandbox_option or []),
                         session=session,
                         concurrency=concurrency,
+                        warm=warm,
                     )
                 )
             except KeyboardInterrupt:
@@ -131,11 +133,13 @@ async def _evaluate(
     sandbox: tuple[str, Sequence[str]],
     session: dict[str, Any],
     concurrency: int,
+    warm: int,
 ) -> None:
     from titogym.gateway.client import GatewayClient
     from titogym.harnesses.episode import EpisodeResult, run_episode
     from titogym.harnesses.evaluation.running import evaluate
     from titogym.harnesses.registry import harness as make_harness
+    from titogym.harnesses.warm import WarmStarts
 
     name, options = harness
     agent = make_harness(name, **options)
@@ -144,6 +148,9 @@ async def _evaluate(
         async with GatewayClient(*where) as client:
             await shared.require_ready(client, where[0])
             await agent.prepare()
+            ahead = WarmStarts(warm, harness=agent, backend=backend, gateway=client)
+            for task, number in due:
+                ahead.announce(task, {"attempt": str(number)})
 
             async def attempt(task: "Task", number: int) -> EpisodeResult:
                 return await run_episode(
@@ -154,17 +161,21 @@ async def _evaluate(
                     session_options=session,
                     labels={"attempt": str(number)},
                     keep_session=True,
+                    warm=ahead,
                 )
 
-            await evaluate(
-                due,
-                directory,
-                attempt,
-                client,
-                concurrency=concurrency,
-                started=view.started,
-                ended=view.ended,
-            )
+            try:
+                await evaluate(
+                    due,
+                    directory,
+                    attempt,
+                    client,
+                    concurrency=concurrency,
+                    started=view.started,
+                    ended=view.ended,
+                )
+            finally:
+                await ahead.close()
     finally:
         await agent.close()
         await backend.close()
