@@ -225,6 +225,8 @@ class Gateway:
 
     async def inspect(self, request: Request) -> Response:
         session = self._store.get(request.path_params["id"])
+        if request.query_params.get("brief"):
+            return Json(inspection.overview(session))
         return Json(await asyncio.to_thread(inspection.report, session, self._assets))
 
     async def turns(self, request: Request) -> Response:

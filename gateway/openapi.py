@@ -42,6 +42,7 @@ def document(version: str) -> Json:
 def _admin_paths() -> Json:
     id = [_parameter("id", "path")]
     picker = _parameter("picker", "query", "dotted path of a function that chooses leaves")
+    brief = _parameter("brief", "query", "with any value: leave out mismatches, which take long to find")
     texts = _parameter("texts", "query", "with any value: the text of each token too")
     return {
         "/health": {"get": _operation("Whether the gateway runs", _object())},
@@ -70,7 +71,10 @@ def _admin_paths() -> Json:
         },
         "/sessions/{id}": {
             "parameters": id,
-            "get": _operation("Everything about a session but its tokens", _object(), (404,), _ADMIN),
+            "get": {
+                **_operation("Everything about a session but its tokens", _object(), (404,), _ADMIN),
+                "parameters": [brief],
+            },
             "delete": _operation("Delete a session", None, (404,), _ADMIN, status=204),
         },
         "/sessions/{id}/turns": {

@@ -69,6 +69,10 @@ class AgentProgram:
         )
         self._installed: Installed | None = None
 
+    def options(self) -> tuple[str, ...]:
+        """The names of what a run may set."""
+        return tuple(self._options)
+
     async def prepare(self) -> None:
         if self._installed is None:
             packages = self._options["packages"]

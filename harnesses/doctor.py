@@ -93,7 +93,8 @@ class Report:
     used: str = ""
     rewrites: list[Rewrite] = field(default_factory=list)
     lost: list[Divergence] = field(default_factory=list)
-    side_requests: list[str] = field(default_factory=list)
+    side_requests: list[str] = field(default_factory=list)  # conversations without tools, by what they ask
+    sub_agents: list[str] = field(default_factory=list)  # those with tools of their own
     taken_back: int = 0  # answers that the harness dropped and asked again
     mismatches: dict[str, int] = field(default_factory=dict)
     prompts: int = 0  # that the model saw
@@ -101,6 +102,7 @@ class Report:
     trained_tokens: int = 0
     sampled_tokens: int = 0
     problems: list[str] = field(default_factory=list)
+    reward: float | None = None  # 1 when it has done in its sandbox what the model asked for
     log: str = ""  # the end of the harness's own output
 
     @property
@@ -123,6 +125,7 @@ def diagnose(run: Run, matcher_name: str | None = None) -> Report:
     `UserError` for an unknown matcher.
     """
     report = Report(run.harness, run.result.outcome, run.result.detail, run.seconds)
+    report.reward = run.reward
     report.log = run.result.log[-_LOG_CHARACTERS:]
     served = _read_exchanges(run, report)
     report.turns = len(served)
@@ -136,7 +139,9 @@ def diagnose(run: Run, matcher_name: str | None = None) -> Report:
     report.matchers.setdefault(report.used, _fate(tree, served))
     report.lost = divergences(tree)
     report.rewrites = _rewrites(served, replays[MATCHER])
-    report.side_requests = _side_requests(tree)
+    beside = _beside(tree)
+    report.side_requests = [_asks(node) for node in beside if not node.prefix.tools]
+    report.sub_agents = [_asks(node) for node in beside if node.prefix.tools]
     report.taken_back = sum(not node.children and node is not _end(tree, node) for node in tree.nodes)
     report.mismatches = run.mismatches
     _witness(run, report)
@@ -269,17 +274,21 @@ def _field(message: Message, name: str) -> str:
     return ", ".join(str(getattr(call, part)) for call in message.tool_calls)
 
 
-def _side_requests(tree: Tree) -> list[str]:
-    """Conversations beside the longest that start afresh, by the end of what they ask."""
+def _beside(tree: Tree) -> list[Node]:
+    """First turns of the conversations beside the longest that start afresh."""
     longest = max(tree.nodes, key=lambda node: node.turn, default=None)
     main = path(longest)[0] if longest else None
     return [
-        _excerpt(node.messages[-1].content)
+        node
         for node in tree.nodes
         if node.parent is None
         and node is not main
         and not any(message.role == "assistant" for message in node.messages)
     ]
+
+
+def _asks(node: Node) -> str:
+    return _excerpt(node.messages[-1].content)
 
 
 def _end(tree: Tree, leaf: Node) -> Node:

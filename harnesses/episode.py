@@ -8,7 +8,7 @@ bound to ours) and the session ends by its time to live.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast
@@ -35,6 +35,7 @@ EpisodeOutcome = Outcome | Literal["setup_error", "gateway_error", "grading_erro
 MODEL_OUTCOMES = frozenset({"finished", "turn_limit", "token_limit", "context_limit", "timeout"})
 
 HARNESS_GRACE = 10.0  # seconds past the agent's limit until a harness that does not keep it is cancelled
+BUDGET_CHECK = 5.0  # seconds between two looks at whether a program's session has a budget left
 VERIFIER_GRACE = 10.0  # the same for a grader
 CLEANUP_SECONDS = 30.0  # longest wait for a sandbox or a session to go
 MODEL = "titogym"  # the name by which agents ask for their model; a gateway serves one
@@ -267,8 +268,31 @@ class _Episode:
             return await harness.play(self._task, player, world.first, world.connection)
         assert sandbox is not None
         return await cast(AgentEnvironment, environment).run(
-            self._task, lambda task: harness.run(task, sandbox, world.connection)
+            self._task, lambda task: self._watched(harness.run(task, sandbox, world.connection))
         )
+
+    async def _watched(self, work: Coroutine[Any, Any, HarnessResult]) -> HarnessResult:
+        """The end of a program, or ours of one that goes on asking when its session's budget is used up."""
+        running = asyncio.ensure_future(work)
+        spent = 0
+        try:
+            while spent < 2 and not (await asyncio.wait([running], timeout=BUDGET_CHECK))[0]:
+                spent = spent + 1 if await self._budget_is_spent() else 0
+            if running.done():
+                return running.result()
+            return HarnessResult("crashed", "The agent was stopped: its session's budget was used up.")
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+
+    async def _budget_is_spent(self) -> bool:
+        if not self._harness.inside or self.result.session_id is None:
+            return False
+        try:
+            seen = await self._gateway.inspect(self.result.session_id, brief=True)
+        except GatewayError:
+            return False
+        return seen["exhausted"] is not None
 
     async def _grade(self, world: _World) -> None:
         limit = self._task.limits.verifier_seconds

@@ -251,8 +251,8 @@ def _task(seconds: float) -> Task:
         id="doctor",
         instruction=INSTRUCTION,
         tests={
-            "test.sh": f"#!/bin/sh\ngrep -qx '{CONTENT}' {FILE}\n"
-            "echo $((1 - $?)) > /logs/verifier/reward.txt\n"
+            "test.sh": f"#!/bin/sh\nif grep -qsx '{CONTENT}' {FILE}; then echo 1; else echo 0; fi "
+            "> /logs/verifier/reward.txt\n"
         },
         limits=Limits(turns=TURNS, agent_seconds=seconds),
     )

@@ -78,7 +78,7 @@ def find_python(least: str) -> str | None:
     """An interpreter of version `least` ("3.12") or newer: this one, on the PATH, or of pyenv."""
     major, minor = map(int, least.split("."))
     if sys.version_info[:2] >= (major, minor):
-        return sys.executable
+        return str(Path(sys.executable).resolve())  # however this process was started
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
     for newer in range(minor, minor + 4):
         name = f"{major}.{newer}"

@@ -46,9 +46,7 @@ async def test_it_keeps_the_tasks_limit_of_turns(world: World, agent: Harness) -
     assert json.loads(result.log)["info"]["exit_status"] == "LimitsExceeded"
 
 
-async def test_its_program_is_seen_by_the_sandbox_but_cannot_be_changed(
-    world: World, agent: Harness
-) -> None:
+async def test_its_program_is_seen_by_the_sandbox_but_cannot_be_changed(world: World, agent: Harness) -> None:
     await agent.prepare()
     assert {Path(mount.target) for mount in agent.mounts()} == {mount.source for mount in agent.mounts()}
     targets = " ".join(mount.target for mount in agent.mounts())

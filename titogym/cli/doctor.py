@@ -47,7 +47,8 @@ def harness(
 
     A command finds its model by OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL, ANTHROPIC_BASE_URL and so
     on, or by `{base_url}`, `{api_key}`, `{model}` and `{instruction}` among its words. It runs as you, in
-    an empty directory; the model asks for nothing but `echo`. A named harness runs in its sandbox.
+    an empty directory; the model asks for nothing but `echo`. A named harness runs in its sandbox, where
+    the model also has it write a file and send a sub-agent.
 
     Exits with status 1 when its sessions would not train token-exact.
     """
@@ -147,10 +148,9 @@ def _tell_history(console: "Console", report: "Report") -> None:
     if report.lost:
         lost = [(f"turn {one.node}, {one.field}", one.held, one.sent) for one in report.lost[:8]]
         _table(console, f"Turns that lose their history under {report.used}", ("where", *sides), lost)
-    if report.side_requests:
-        console.print(
-            Text(f"side requests: {len(report.side_requests)}, such as {report.side_requests[0]!r}")
-        )
+    for what, asked in (("side requests", report.side_requests), ("sub-agents", report.sub_agents)):
+        if asked:
+            console.print(Text(f"{what}: {len(asked)}, such as {asked[0]!r}"))
     if report.taken_back:
         console.print(f"answers dropped and asked for again: {report.taken_back}")
     marks = {report.used: " (judged by)", report.needs: " (needed)"}
