@@ -8,7 +8,7 @@ import pytest
 from tests.envs.engine import BUSYBOX, SYSTEM, load_images, private_engine
 from titogym.envs.sandboxes import registry
 from titogym.envs.sandboxes.base import Build, Mount, SandboxError, SandboxSpec, Snapshot, Unsupported
-from titogym.envs.sandboxes.docker import leftovers
+from titogym.envs.sandboxes.docker import leftovers, ports
 from titogym.envs.sandboxes.docker.backend import DockerBackend
 from titogym.envs.sandboxes.docker.engine import SHORT_CALLS
 from titogym.envs.task import AllowList, Limits
@@ -258,10 +258,14 @@ async def test_no_network(sandbox):
     assert "unreachable" in (await sandbox.exec(["python3", "-c", script])).stderr
 
 
-async def test_services_and_allow_lists(backend):
+@pytest.mark.parametrize("root", [True, False], ids=["from outside", "by a container beside it"])
+async def test_services_and_allow_lists(backend, root, monkeypatch):
+    if not root:
+        monkeypatch.setattr(ports, "listen_inside", refuse)
+
     async def answer(reader, writer):
         head = await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + head.split(b"\r\n")[0])
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + head.split(b"\r\n")[0] * (10**5 if b"big" in head else 1))
         writer.close()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
@@ -284,12 +288,17 @@ async def test_services_and_allow_lists(backend):
         for _ in range(2):
             assert await get("http://127.0.0.1:8080/a") == "GET /a HTTP/1.1"
             assert await get(f"http://localhost:{port}/b", no_proxy="", NO_PROXY="") == "GET /b HTTP/1.1"
+            assert len(await get("http://127.0.0.1:8080/big")) == 10**5 * len("GET /big HTTP/1.1")
             assert "403" in await get("http://elsewhere.example/")
             assert "refused" in await get(f"http://127.0.0.1:{port}/")
             await sandbox.kill_processes()  # the ports are there again afterwards
     finally:
         await sandbox.destroy()
         server.close()
+
+
+def refuse(pid, numbers):
+    raise Unsupported("as to anybody but root")
 
 
 # --- images

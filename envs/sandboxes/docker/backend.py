@@ -16,6 +16,7 @@ from titogym.envs.sandboxes.docker.engine import Engine, EngineError
 from titogym.envs.sandboxes.docker.images import BACKEND, Images, reference_of
 from titogym.envs.sandboxes.docker.sandbox import DockerSandbox
 from titogym.envs.sandboxes.storage import StorageWatch
+from titogym.envs.task import AllowList
 from titogym.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,8 @@ POLICY = CreationPolicy(rate=20.0, burst=32, attempts=4)  # one engine starts a 
 class DockerBackend:
     """Makes sandboxes on the engine at `host` (default: $DOCKER_HOST, $CONTAINER_HOST, the usual sockets).
 
-    image: what a task without an image of its own gets.
+    image: what a task without an image of its own gets; with a python3, to carry ports where the driver
+      is not root beside the engine.
     network: the engine's network of a task whose network is open.
     build_network: the network of a build's RUN lines (None: the engine's default; "none" for no network).
     labels: what every sandbox bears.
@@ -47,7 +49,8 @@ class DockerBackend:
         self.labels = dict(labels or {})
         self.network = network
         self.destruction = Destruction()
-        self._host, self._plain, self._build_network = host, image, build_network
+        self.plain_image = image
+        self._host, self._build_network = host, build_network
         self._creation = Creation(POLICY, _refusal)
         self._opened: asyncio.Task[None] | None = None
         self._engine: Engine | None = None
@@ -77,6 +80,8 @@ class DockerBackend:
             if not mount.source.exists():
                 raise UserError(f"{mount.source} does not exist, so the sandbox cannot show it.")
         image = await self._images.get(spec.image)
+        if spec.services or isinstance(spec.network, AllowList):
+            await self._images.get(None)  # of the container that may have to carry its ports
         spec = replace(spec, labels={**self.labels, **spec.labels})
 
         async def attempt() -> DockerSandbox:
@@ -123,7 +128,7 @@ class DockerBackend:
 
     async def _connect(self) -> None:
         self._engine = await asyncio.to_thread(Engine, self._host)
-        self._images = Images(self._engine, self._plain, self._build_network)
+        self._images = Images(self._engine, self.plain_image, self._build_network)
         info = await self._engine.call(self._engine.api.info)
         directory = info.get("DockerRootDir")
         if self._engine.here and directory and await asyncio.to_thread(os.path.isdir, directory):

@@ -6,9 +6,10 @@ that runs for an hour occupies no thread.
 
 import asyncio
 import secrets
+import socket
 import ssl
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -102,8 +103,34 @@ class Running:
         """Write `stdin` and read all output until the command ends."""
         async with asyncio.TaskGroup() as both_ways:
             if stdin is not None:
-                both_ways.create_task(self._write(stdin))
-            both_ways.create_task(self._read(captured))
+                both_ways.create_task(self._feed(stdin))
+            both_ways.create_task(self._capture(captured))
+
+    async def write(self, data: bytes) -> None:
+        """Hand `data` to the command. Raises `OSError` when it reads no more."""
+        if isinstance(self._socket, ssl.SSLSocket):
+            await asyncio.to_thread(self._socket.sendall, data)
+        else:
+            await asyncio.get_running_loop().sock_sendall(self._socket, data)
+
+    async def pieces(self) -> AsyncIterator[tuple[Literal["stdout", "stderr"], bytes]]:
+        """The command's output as it comes, until it ends."""
+        pending = bytearray(self._leading)
+        while True:
+            while len(pending) >= _HEADER.size:
+                kind, length = _HEADER.unpack_from(pending)
+                if len(pending) < _HEADER.size + length:
+                    break
+                if kind in _STREAMS:
+                    yield _STREAMS[kind], bytes(pending[_HEADER.size : _HEADER.size + length])
+                del pending[: _HEADER.size + length]
+            try:
+                piece = await self._receive()
+            except OSError:
+                return
+            if not piece:
+                return
+            pending += piece
 
     def close(self) -> None:
         self._socket.close()
@@ -114,35 +141,17 @@ class Running:
         file = self._response.raw._fp.fp
         return bytes(file.read1(len(file.peek())) or b"") if file.peek() else b""
 
-    async def _write(self, stdin: bytes) -> None:
-        import socket
-
+    async def _feed(self, stdin: bytes) -> None:
         try:
-            if isinstance(self._socket, ssl.SSLSocket):
-                await asyncio.to_thread(self._socket.sendall, stdin)
-            else:
-                await asyncio.get_running_loop().sock_sendall(self._socket, stdin)
+            await self.write(stdin)
+            if not isinstance(self._socket, ssl.SSLSocket):
                 self._socket.shutdown(socket.SHUT_WR)
         except OSError:
             pass  # the command does not want it
 
-    async def _read(self, captured: Captured) -> None:
-        pending = bytearray(self._leading)
-        while True:
-            while len(pending) >= _HEADER.size:
-                kind, length = _HEADER.unpack_from(pending)
-                if len(pending) < _HEADER.size + length:
-                    break
-                if kind in _STREAMS:
-                    captured.take(_STREAMS[kind], bytes(pending[_HEADER.size : _HEADER.size + length]))
-                del pending[: _HEADER.size + length]
-            try:
-                piece = await self._receive()
-            except OSError:
-                piece = b""
-            if not piece:
-                return
-            pending += piece
+    async def _capture(self, captured: Captured) -> None:
+        async for name, piece in self.pieces():
+            captured.take(name, piece)
             if captured.truncated:  # let a flood pass slowly
                 await asyncio.sleep(_DISCARD_INTERVAL)
 

@@ -43,11 +43,7 @@ def listen_inside(pid: int, ports: Iterable[int]) -> list[socket.socket]:
         for listener in made:
             listener.close()
         if isinstance(failure[0], PermissionError | FileNotFoundError):
-            raise Unsupported(
-                "A docker sandbox without a network of its own can offer services or an allow-list only to "
-                "a driver that runs as root on the engine's machine, in its pid namespace: run it so, or "
-                'let the task have network = "open".'
-            )
+            raise Unsupported("Only root, in the pid namespace of the engine, may enter a sandbox's network.")
         raise SandboxError(f"The sandbox's ports could not be opened: {failure[0]}")
     return made
 

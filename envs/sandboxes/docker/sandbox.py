@@ -21,13 +21,12 @@ from titogym.envs.sandboxes.base import (
     SandboxError,
     SandboxSpec,
     Snapshot,
-    Unsupported,
 )
 from titogym.envs.sandboxes.docker import commands, files, leftovers, volumes
 from titogym.envs.sandboxes.docker.engine import EngineError
 from titogym.envs.sandboxes.docker.images import BACKEND, Image
-from titogym.envs.sandboxes.docker.namespaces import listen_inside
-from titogym.envs.sandboxes.doors import Door, doors_of, environment_of
+from titogym.envs.sandboxes.docker.ports import Ports, open_ports
+from titogym.envs.sandboxes.doors import doors_of, environment_of
 from titogym.envs.sandboxes.storage import Used
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ class DockerSandbox:
         self._container = ""
         self._pid = 0  # of the container's first process, as the engine's machine counts
         self._serving = doors_of(spec)
-        self._doors: list[Door] = []
+        self._ports: Ports | None = None
         self._owner = 0  # user id that uploaded files belong to
         self._oom_kills = 0
         self._full = ""
@@ -204,7 +203,7 @@ class DockerSandbox:
     async def _destroy(self) -> None:
         if self._backend.storage is not None:
             self._backend.storage.discard(self)
-        self._close_doors()
+        await self._close_ports()
         await leftovers.remove(self._engine, self.id)
 
     # --- the container
@@ -275,35 +274,29 @@ class DockerSandbox:
                 raise SandboxError(f"The sandbox was stopped: {self._full}.")
             if self._running:
                 return
-            self._close_doors()
+            await self._close_ports()
             await self._engine.call(self._engine.api.start, self._container)
             self._running = True
             state = (await self._engine.call(self._engine.api.inspect_container, self._container))["State"]
             self._pid, self._oom_kills = state["Pid"], 0
             if self._serving:
-                await self._open_doors()
+                self._ports = await open_ports(
+                    self._engine,
+                    self._container,
+                    self._pid,
+                    self._serving,
+                    image=self._backend.plain_image,
+                    labels=self._labels,
+                )
 
-    async def _open_doors(self) -> None:
-        if not self._engine.here:
-            raise Unsupported(
-                f"The engine at {self._engine.address} runs elsewhere: a sandbox there can have neither "
-                "services nor an allow-list."
-            )
-        listeners = await asyncio.to_thread(listen_inside, self._pid, list(self._serving))
-        self._doors = [
-            Door(listener, serve) for listener, serve in zip(listeners, self._serving.values(), strict=True)
-        ]
-        for door in self._doors:
-            door.open()
-
-    def _close_doors(self) -> None:
-        for door in self._doors:
-            door.close()
-        self._doors = []
+    async def _close_ports(self) -> None:
+        ports, self._ports = self._ports, None
+        if ports is not None:
+            await ports.close()
 
     async def _kill(self) -> None:
         async with self._starting:
-            self._close_doors()
+            await self._close_ports()
             self._running = False
             if not self._container or self._destroyed:
                 return
