@@ -265,7 +265,7 @@ async def test_services_and_allow_lists(backend, root, monkeypatch):
 
     async def answer(reader, writer):
         head = await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + head.split(b"\r\n")[0] * (10**5 if b"big" in head else 1))
+        writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + head.split(b"\r\n")[0] * (50_000 if b"big" in head else 1))
         writer.close()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
@@ -288,7 +288,7 @@ async def test_services_and_allow_lists(backend, root, monkeypatch):
         for _ in range(2):
             assert await get("http://127.0.0.1:8080/a") == "GET /a HTTP/1.1"
             assert await get(f"http://localhost:{port}/b", no_proxy="", NO_PROXY="") == "GET /b HTTP/1.1"
-            assert len(await get("http://127.0.0.1:8080/big")) == 10**5 * len("GET /big HTTP/1.1")
+            assert len(await get("http://127.0.0.1:8080/big")) == 50_000 * len("GET /big HTTP/1.1")
             assert "403" in await get("http://elsewhere.example/")
             assert "refused" in await get(f"http://127.0.0.1:{port}/")
             await sandbox.kill_processes()  # the ports are there again afterwards
