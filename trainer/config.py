@@ -610,6 +610,11 @@ def _impossible(config: RunConfig) -> Iterator[str]:
             f"engine.context_length = {context}: lower the former"
         )
     yield from _impossible_training(config.trainer, config.optimizer)
+    if config.trainer.backend == "fsdp" and algorithm.needs_value:
+        yield (
+            'algorithm.advantage = "gae" needs a value head, which trainer.backend = "fsdp" does not have: '
+            "change either"
+        )
     if config.trainer.true_on_policy:
         yield from _not_on_policy(config)
     pool = config.engine.max_total_tokens
@@ -657,6 +662,11 @@ def _not_on_policy(config: RunConfig) -> Iterator[str]:
 def _impossible_training(trainer: TrainerSection, optimizer: OptimizerConfig) -> Iterator[str]:
     if problem := trainer.layout().problem():
         yield f"trainer: {problem}: change them"
+    if trainer.backend == "fsdp":
+        if trainer.layout().world != trainer.data_parallel:
+            yield 'trainer.backend = "fsdp" has data parallelism alone: leave out the other sizes'
+        if trainer.r3:
+            yield 'trainer.r3 needs trainer.backend = "megatron": set that, or trainer.r3 to false'
     if optimizer.schedule == "constant":
         for key in sorted({"decay_steps", "min_lr"} & optimizer.model_fields_set):
             yield f'optimizer.{key} has no effect here: remove it, or set optimizer.schedule = "cosine"'

@@ -123,6 +123,14 @@ def test_missing_table_says_which(tmp_path):
         (("engine.context_length=9000", "engine.max_total_tokens=8000"), "engine.max_total_tokens = 8000"),
         (('engine.urls=["http://h:1"]', 'engine.dtype="float32"'), "engine.dtype has no effect"),
         (('eval.split="train"',), "the split that training sees"),
+        (("trainer.expert_parallel=2",), "does not divide the 1 ranks"),
+        (("trainer.backend=fsdp", "trainer.tensor_parallel=2"), "has data parallelism alone"),
+        (("trainer.backend=fsdp", "trainer.r3=true"), "trainer.r3 needs"),
+        (("trainer.backend=fsdp", "algorithm.advantage=gae"), "needs a value head"),
+        (("trainer.true_on_policy=true",), "trains on what older weights have sampled"),
+        (("trainer.true_on_policy=true", "run.driver=sync"), 'engine.dtype has to be "float32"'),
+        (("optimizer.schedule=linear",), "needs optimizer.decay_steps"),
+        (("optimizer.min_lr=1e-7",), "optimizer.min_lr has no effect"),
     ],
 )
 def test_impossible_combinations_say_what_to_change(tmp_path, overrides, expected):

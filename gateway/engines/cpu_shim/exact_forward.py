@@ -35,7 +35,8 @@ class _Linear(torch.autograd.Function):
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`, row by row."""
-    result: Tensor = _Linear.apply(inputs.reshape(-1, inputs.shape[-1]), weight)
+    rows = inputs.reshape(-1, inputs.shape[-1])
+    result: Tensor = _Linear.apply(rows, weight)  # type: ignore[no-untyped-call]
     result = result.view(*inputs.shape[:-1], -1)
     return result if bias is None else result + bias
 

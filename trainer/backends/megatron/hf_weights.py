@@ -149,7 +149,7 @@ class Placement:
         self._tied = model.share_embeddings_and_output_weights
         self._offset: int = get_transformer_layer_offset(model.config)
         self._stages: int = parallel_state.get_pipeline_model_parallel_world_size()
-        self._layers_per_stage = config["num_hidden_layers"] // self._stages
+        self._layers_per_stage: int = config["num_hidden_layers"] // self._stages
         self._experts_per_rank: int = (
             expert_count(config) // parallel_state.get_expert_model_parallel_world_size()
         )
