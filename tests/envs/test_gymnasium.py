@@ -1,5 +1,7 @@
 """The adapter over real gymnasium environments, made here and registered as any other."""
 
+from typing import Any
+
 import gymnasium
 import pytest
 from gymnasium.spaces import Box, Discrete, Text
@@ -51,17 +53,18 @@ class Arm(gymnasium.Env):
 
 @pytest.fixture(autouse=True, scope="module")
 def registered():
-    for name, kind in (("Corridor-v0", Corridor), ("Echo-v0", Echo), ("Arm-v0", Arm)):
+    kinds: dict[str, Any] = {"Corridor-v0": Corridor, "Echo-v0": Echo, "Arm-v0": Arm}
+    for name, kind in kinds.items():
         gymnasium.register(f"titogym_test/{name}", kind, disable_env_checker=True)
     yield
-    for name in ("Corridor-v0", "Echo-v0", "Arm-v0"):
+    for name in kinds:
         del gymnasium.registry[f"titogym_test/{name}"]
 
 
 async def test_an_episode_with_discrete_actions():
     source = "gymnasium?id=titogym_test/Corridor-v0&low=-10&high=10&instruction=Go right."
     task = registry.tasks(source, count=1)[0]
-    environment = registry.environment("gymnasium")
+    environment: Any = registry.environment("gymnasium")
     first = await environment.reset(task, None)
     text = first.messages[0]["content"]
     assert text.startswith("Go right.\n\nYou are at ")
@@ -81,7 +84,7 @@ async def test_an_episode_with_discrete_actions():
 @pytest.mark.parametrize(("said", "reward"), [(" hi \n", 1), ("ho", 0)])
 async def test_an_episode_with_texts(said, reward):
     task = registry.tasks("gymnasium?id=titogym_test/Echo-v0", count=1)[0]
-    environment = registry.environment("gymnasium")
+    environment: Any = registry.environment("gymnasium")
     await environment.reset(task, None)
     assert (await environment.step(Action("far too long"))).messages[0]["content"].startswith("That is no")
     assert (await environment.step(Action(said))).done

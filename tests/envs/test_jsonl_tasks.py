@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import pytest
 
@@ -15,12 +16,13 @@ def write(path, *records):
 
 
 async def graded(task, answer, backend=None) -> Grade:
-    environment = registry.environment(task.environment)
+    environment: Any = registry.environment(task.environment)
     sandbox = await backend.create(SandboxSpec.for_task(task)) if environment.needs_sandbox else None
     try:
         await environment.reset(task, sandbox)
         assert (await environment.step(Action(answer))).done
-        return await environment.grade(task, sandbox)
+        grade: Grade = await environment.grade(task, sandbox)
+        return grade
     finally:
         if sandbox is not None:
             await sandbox.destroy()

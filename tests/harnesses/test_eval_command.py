@@ -185,6 +185,18 @@ async def test_an_interrupted_one_is_usable_and_goes_on(world: World, cli: Cli) 
     assert len({(record["task"], record["attempt"]) for record in whole}) == 6
 
 
+async def test_run_tells_a_few_tasks_of_a_generator(world: World, cli: Cli) -> None:
+    solve(world)
+    status, told = await cli("run", SOURCE, "--gateway", cli.gateway.url, "--count", "2", "--json")
+    assert status == 0, told
+    made = json.loads(told)
+    assert made["tasks"] == ["arithmetic-1-train-0-0", "arithmetic-1-train-0-1"]
+    assert [attempt["task_id"] for attempt in made["attempts"]] == made["tasks"]
+    assert all(attempt["turns"] == 2 for attempt in made["attempts"])
+    for session in await world.gateway.sessions():
+        await world.gateway.delete(session["id"])
+
+
 async def test_failures_are_grouped_and_made_again(world: World, cli: Cli) -> None:
     world.script("<|im_end|>")
     words = ("--option", 'request={"temperature": "hot"}')

@@ -128,7 +128,7 @@ async def test_the_built_in_ones_are_solved_through_the_gateway(world: World, so
     chosen = registry.tasks(source, count=1)[0]
     if chosen.environment == "guess":
         low, high, secret = (chosen.metadata[name] for name in ("low", "high", "secret"))
-        texts = []
+        texts: list[str] = []
         while not texts or texts[-1] != say(str(secret)):
             middle = (low + high) // 2
             texts.append(say(str(middle)))
