@@ -150,6 +150,11 @@ class SandboxSection(Section):
         default=None,
         description="Directory that holds the files of local sandboxes; by default the usual one.",
     )
+    warm: Whole = Field(
+        default=0,
+        description="Sandboxes of the next episodes that are made ready while earlier ones run; 0: none, each "
+        "is made when its episode starts. For backends that are slow to start, on one machine.",
+    )
 
 
 class RolloutSection(Section):

@@ -11,6 +11,7 @@ from titogym.envs.task import Task
 from titogym.gateway.client import GatewayClient
 from titogym.harnesses.base import Harness
 from titogym.harnesses.episode import EpisodeResult, run_episode
+from titogym.harnesses.warm import WarmStarts
 from titogym.trainer.config import RunConfig
 
 
@@ -31,16 +32,27 @@ class Episodes:
     backend: SandboxBackend
     gateway: GatewayClient
     eval_gateway: GatewayClient
+    warm: WarmStarts
 
     async def train(self, task: Task, labels: Mapping[str, str]) -> EpisodeResult:
-        return await self._run(task, labels, self.gateway, self.config.rollout.temperature)
+        temperature = self.config.rollout.temperature
+        return await self._run(task, labels, self.gateway, temperature, self.warm)
+
+    def announce(self, task: Task, labels: Mapping[str, str]) -> None:
+        """`train` will be called with these: its sandbox may be made ready."""
+        self.warm.announce(task, labels)
 
     async def evaluate(self, task: Task, labels: Mapping[str, str]) -> EpisodeResult:
         temperature = self.config.eval.temperature if self.config.eval else 0.0
-        return await self._run(task, labels, self.eval_gateway, temperature)
+        return await self._run(task, labels, self.eval_gateway, temperature, None)
 
     async def _run(
-        self, task: Task, labels: Mapping[str, str], gateway: GatewayClient, temperature: float
+        self,
+        task: Task,
+        labels: Mapping[str, str],
+        gateway: GatewayClient,
+        temperature: float,
+        warm: WarmStarts | None,
     ) -> EpisodeResult:
         return await run_episode(
             task,
@@ -49,6 +61,7 @@ class Episodes:
             gateway=gateway,
             session_options=session_options(self.config, temperature),
             labels=labels,
+            warm=warm,
         )
 
 
@@ -66,7 +79,9 @@ async def episodes(config: RunConfig, harness: Harness, gateways: Gateways) -> A
         client = await stack.enter_async_context(GatewayClient(*gateways.train))
         eval_client = await stack.enter_async_context(GatewayClient(*gateways.evaluation))
         await harness.prepare()
-        yield Episodes(config, harness, backend, client, eval_client)
+        warm = WarmStarts(sandboxes.warm, harness=harness, backend=backend, gateway=client)
+        stack.push_async_callback(warm.close)
+        yield Episodes(config, harness, backend, client, eval_client, warm)
 
 
 def session_options(config: RunConfig, temperature: float) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from titogym.trainer.ledger import Assignment, TaskLedger
 
 # Runs one episode under labels that name it. What goes wrong inside is in its result, never raised.
 RunEpisode = Callable[[Task, Mapping[str, str]], Awaitable[EpisodeResult]]
+# Hears of an episode, with its labels, that will be run soon.
+Announce = Callable[[Task, Mapping[str, str]], None]
 
 
 @dataclass(slots=True)
@@ -82,7 +84,8 @@ class RolloutWorker:
     ended, the rest are aborted. A failed episode counts in its group's `failures`. What becomes of a group
     with too few usable episodes is the buffer's decision.
 
-    `on_episode` hears of every ended episode, with its seconds.
+    `on_episode` hears of every ended episode, with its seconds. With `announce` the next group is chosen while
+    it waits for its places, and its episodes are announced.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class RolloutWorker:
         run_episode: RunEpisode,
         admit: Callable[[], Awaitable[None]] | None = None,
         on_episode: Callable[[EpisodeResult, float], None] = lambda result, seconds: None,
+        announce: Announce | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = RolloutCounters()
@@ -104,6 +108,7 @@ class RolloutWorker:
         self._run_episode = run_episode
         self._admit = admit or buffer.room
         self._on_episode = on_episode
+        self._announce = announce
         self._clock = clock
         self._places = Places(settings.episodes_in_flight)
         self._per_group = settings.samples_per_prompt + settings.over_sampling
@@ -119,14 +124,27 @@ class RolloutWorker:
         try:
             async with asyncio.TaskGroup() as groups:
                 while True:
-                    await self._places.take(self._per_group)
-                    await self._admit()
-                    assignment = self._ledger.next()
+                    assignment = await self._next()
                     task = groups.create_task(self._collect(assignment))
                     self._collecting[task] = assignment
                     task.add_done_callback(self._collected)
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
+
+    async def _next(self) -> Assignment:
+        """The group that starts now."""
+        chosen = self._ledger.next() if self._announce is not None else None
+        try:
+            if chosen is not None and self._announce is not None:
+                for member in range(self._per_group):
+                    self._announce(chosen.task, _labels(chosen, member))
+            await self._places.take(self._per_group)
+            await self._admit()
+        except BaseException:
+            if chosen is not None:
+                self._ledger.give_back(chosen)
+            raise
+        return chosen or self._ledger.next()
 
     async def abort(self) -> None:
         """Cancel every group under way and wait for its clean-up; the ledger hands them out again."""
@@ -188,7 +206,7 @@ class RolloutWorker:
         return [ended[member] for member in sorted(ended)]
 
     async def _episode(self, assignment: Assignment, member: int) -> EpisodeResult:
-        labels = {"group": str(assignment.index), "attempt": str(assignment.attempt), "member": str(member)}
+        labels = _labels(assignment, member)
         started = self._clock()
         self.in_flight += 1
         try:
@@ -219,6 +237,11 @@ class RolloutWorker:
                 f"{result.error or 'nothing'} Mend that or raise rollout.max_failures_in_a_row, then "
                 "continue the run with --resume."
             )
+
+
+def _labels(assignment: Assignment, member: int) -> dict[str, str]:
+    """What names one episode of a group."""
+    return {"group": str(assignment.index), "attempt": str(assignment.attempt), "member": str(member)}
 
 
 def failure_cause(result: EpisodeResult) -> str:

@@ -218,6 +218,7 @@ async def _parts(config: RunConfig, prepared: Prepared, up: services.Services) -
                 trainer=up.trainer,
                 run_episode=lambda task, labels: watched(partial(episodes.train, task, labels)),
                 run_eval_episode=lambda task, labels: watched(partial(episodes.evaluate, task, labels)),
+                announce=episodes.announce if config.sandbox.warm else None,
                 tasks=prepared.tasks,
                 eval_tasks=prepared.eval_tasks,
                 token_text=lambda token: prepared.tokenizer.decode([token]),

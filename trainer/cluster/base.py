@@ -49,6 +49,10 @@ class RunsEpisodes(Protocol):
 
     async def evaluate(self, task: Task, labels: Mapping[str, str]) -> EpisodeResult: ...
 
+    def announce(self, task: Task, labels: Mapping[str, str]) -> None:
+        """`train` will be called with these: its sandbox may be made ready."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class GatewayOptions:

@@ -204,6 +204,9 @@ class RayEpisodes:
     async def evaluate(self, task: Task, labels: Mapping[str, str]) -> EpisodeResult:
         return await self._run("evaluate", task, labels)
 
+    def announce(self, task: Task, labels: Mapping[str, str]) -> None:
+        """Nothing is made ready: which machine an episode runs on is known when it starts."""
+
     async def close(self) -> None:
         for worker in self._workers:
             if worker.actor is not None:

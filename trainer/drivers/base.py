@@ -95,6 +95,7 @@ class Parts:
     token id. `check_health` raises `UserError` when a process that cannot be replaced has died; `mend`
     replaces others, and says whether engines wait for the weights to be published, after which `let_in`
     gives them requests again.
+    `announce` hears of the episodes that `run_episode` will be asked for next, where it can make use of it.
     `eval_engines` are those that serve evaluation alone, where there are such.
     """
 
@@ -104,6 +105,7 @@ class Parts:
     tasks: Sequence[Task]
     eval_tasks: Sequence[Task]
     token_text: Callable[[int], str]
+    announce: Announce | None = None
     check_health: Callable[[], None] = lambda: None
     mend: Callable[[], Awaitable[bool]] = _nothing_to_mend
     let_in: Callable[[], Awaitable[None]] = _nobody_to_let_in
@@ -143,6 +145,7 @@ class Driver(ABC):
             run_episode=parts.run_episode,
             admit=self._admission(),
             on_episode=self._episode_ended,
+            announce=parts.announce,
         )
         self._evaluator: Evaluator = evaluator(
             config,
