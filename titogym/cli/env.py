@@ -12,6 +12,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from titogym.cli.openenv import serve
 from titogym.cli.scaffold import scaffold
 from titogym.cli.transcript import print_grade, print_messages
 from titogym.envs import checking, registry
@@ -27,6 +28,7 @@ command = typer.Typer(
     help="List, check, play and begin environments; clean up sandboxes.", no_args_is_help=True
 )
 _console = Console()
+command.command()(serve)
 
 
 @command.command("list")
