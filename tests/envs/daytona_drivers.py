@@ -16,7 +16,7 @@ import daytona  # noqa: F401 # once, for all of them
 from titogym.envs.sandboxes.base import SandboxSpec
 from titogym.envs.sandboxes.daytona.backend import DaytonaBackend
 
-AT_ONCE = 3
+AT_ONCE = 2
 
 
 async def drive(url: str, told: int) -> None:

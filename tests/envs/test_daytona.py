@@ -348,7 +348,7 @@ async def test_the_reaper_deletes_what_dead_drivers_left(backend, double):
         await sandbox.destroy()
 
 
-KILLS = int(os.environ.get("TITOGYM_TEST_DAYTONA_KILLS", "5"))
+KILLS = int(os.environ.get("TITOGYM_TEST_DAYTONA_KILLS", "3"))
 
 
 async def test_drivers_that_are_killed_at_random_leave_nothing_after_the_next_pass(backend, double):
