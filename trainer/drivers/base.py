@@ -42,6 +42,7 @@ from titogym.trainer.metrics import (
 from titogym.trainer.progress import Progress, Status
 from titogym.trainer.records import episode_records, sample_records, spread
 from titogym.trainer.rollout import (
+    Announce,
     RolloutSettings,
     RolloutWorker,
     RunEpisode,
