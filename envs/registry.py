@@ -16,6 +16,7 @@ and all of them take options as the query of a URL does: `arithmetic?level=2&spl
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -65,8 +66,9 @@ class Source:
     @classmethod
     def parse(cls, text: str) -> "Source":
         """Split `name?key=value&key=value`. Raises `UserError`."""
-        if Path(text).exists():
-            return cls(text)
+        with suppress(OSError):  # too long for a path
+            if Path(text).exists():
+                return cls(text)
         name, _, query = text.partition("?")
         pairs = [options.pair(unquote(word)) for word in query.split("&") if word]
         keys = [key for key, _ in pairs]
@@ -87,7 +89,13 @@ def generators() -> dict[str, str]:
 
 def environment(name: str) -> Environment:
     """A new environment of this name, entry point or dotted path (`package.module:Class`)."""
-    made: Environment = _find(name, environments(), "environment")()
+    kind = _find(name, environments(), "environment")
+    try:
+        made: Environment = kind()
+    except Exception as error:  # a user's own code
+        raise UserError(
+            f"The environment {name!r} cannot be made: {type(error).__name__}: {error}."
+        ) from error
     for attribute in ("name", "interactive", "needs_sandbox", "reset", "grade", "close"):
         if not hasattr(made, attribute):
             raise UserError(
@@ -154,7 +162,15 @@ def _generated(name: str, given: dict[str, Any]) -> list[Task]:
         count = inspect.signature(generate).parameters.get("count")
         if count is not None and count.default is count.empty:
             given["count"] = DEFAULT_COUNT
-    made = generate(**options.fitted(generate, given, f"The task generator {name!r}"))
+    fitted = options.fitted(generate, given, f"The task generator {name!r}")
+    try:
+        made = generate(**fitted)
+    except UserError:
+        raise
+    except Exception as error:  # a user's own code
+        raise UserError(f"The task generator {name!r} failed: {type(error).__name__}: {error}.") from error
+    if not isinstance(made, list) or not all(isinstance(task, Task) for task in made):
+        raise UserError(f"The task generator {name!r} must return a list of tasks, not {str(made)[:80]!r}.")
     if not made:
         raise UserError(f"The task generator {name!r} made no task of {given}.")
     return made

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from titogym.envs import registry
 from titogym.envs.judges import Judge, judged, judged_rubric
+from titogym.envs.single_turn import grader_of
 from titogym.envs.task import GradingError
 
 
@@ -186,6 +188,17 @@ async def test_a_judge_that_fails_is_a_grading_error(server, fault):
 async def test_a_judge_that_is_not_there_is_a_grading_error():
     with pytest.raises(GradingError, match="gave no verdict"):
         await judged(Judge("http://127.0.0.1:1/v1", "m", retries=0, seconds=5), "c")("x")
+
+
+async def test_a_jsonl_file_may_name_a_judge(server, tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"question": "Greet me.", "answer": "Good day"}\n')
+    source = f"{path}?grader=judge&base_url={server.url}&model=m&criterion=Is it polite?"
+    (task,) = registry.tasks(source)
+    assert (await grader_of(task)("Good morning")).reward == 0.7
+    shown = server.requests[0]["messages"][1]["content"]
+    for text in ("Is it polite?", "Greet me.", "Good day", "Good morning"):
+        assert text in shown
 
 
 async def test_a_long_answer_is_shown_without_its_middle(server):

@@ -90,6 +90,33 @@ def test_what_is_no_environment_is_refused(name, sentence):
         registry.environment(f"{__name__}:{name}")
 
 
+class Needy(Silent):
+    def __init__(self, world):
+        pass
+
+
+def broken_tasks(split, seed, count):
+    raise KeyError("oops")
+
+
+def no_tasks(split, seed, count):
+    return ["a task?"]
+
+
+def test_faults_of_a_users_own_code_are_told_in_a_sentence():
+    with pytest.raises(UserError, match=r"cannot be made: TypeError.*'world'"):
+        registry.environment(f"{__name__}:Needy")
+    with pytest.raises(UserError, match="failed: KeyError: 'oops'"):
+        registry.tasks(f"{__name__}:broken_tasks")
+    with pytest.raises(UserError, match="must return a list of tasks"):
+        registry.tasks(f"{__name__}:no_tasks")
+
+
+def test_a_long_source_is_no_path():
+    made = registry.Source.parse("x?text=" + "a" * 5000)
+    assert (made.name, len(made.options["text"])) == ("x", 5000)
+
+
 def test_an_installed_package_can_register_environments(tmp_path, monkeypatch):
     metadata = tmp_path / "other-1.0.dist-info"
     metadata.mkdir()
