@@ -13,6 +13,7 @@ from titogym.templates.families.quickstart import QUICKSTART
 from titogym.templates.families.qwen2_5 import QWEN2_5
 from titogym.templates.families.qwen3 import QWEN3, QWEN3_INSTRUCT, QWEN3_THINKING
 from titogym.templates.families.qwen3_5 import QWEN3_5
+from titogym.templates.families.qwen3_coder import QWEN3_CODER
 from titogym.templates.families.smollm2 import SMOLLM2
 
 __all__ = ["BUILT_IN", "QUICKSTART", "QWEN3", "SMOLLM2"]
@@ -25,6 +26,7 @@ BUILT_IN = (
     QWEN3,
     QWEN3_INSTRUCT,
     QWEN3_THINKING,
+    QWEN3_CODER,
     QWEN3_5,
     NEMOTRON_3,
     GLM_4_5,

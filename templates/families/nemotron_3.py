@@ -17,6 +17,7 @@ NEMOTRON_3 = Family(
         template=("<function=", "truncate_history_thinking", "<|im_start|>"),
         architectures=("NemotronHForCausalLM", "NemotronForCausalLM"),
     ),
-    evidence="gated on CPU, with a synthetic tokenizer: append-only rendering and seam proved, text equal to "
-    "the published chat template where that keeps what was written",
+    evidence="gated on CPU: append-only rendering and seam proved on the Tekken vocabulary, of which its own "
+    "is made, with its control tokens, text equal to the published chat template where that keeps what was "
+    "written",
 )

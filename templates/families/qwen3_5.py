@@ -34,6 +34,6 @@ QWEN3_5 = Family(
             "Qwen3_5MoeForCausalLM",
         ),
     ),
-    evidence="gated on CPU: append-only rendering and seam proved on the Qwen3 vocabulary, text equal to the "
-    "published chat template where that keeps what was written",
+    evidence="gated on CPU: append-only rendering and seam proved on the Qwen3.5 vocabulary, text equal to "
+    "the published chat template where that keeps what was written",
 )

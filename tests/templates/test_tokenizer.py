@@ -131,6 +131,7 @@ def test_the_real_qwen3_tokenizer_encodes_as_published(qwen3):
     "model_dir",
     [
         real_models.qwen3,
+        real_models.qwen3_5,
         real_models.smollm2,
         real_models.deepseek_v3,
         real_models.gpt_oss,
