@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 DRIVER_FILE = "/run/titogym/driver.py"
 _ENDING_BYTES = 16 << 20
-_COMMON: dict[str, Option] = {"args": (), "matcher": "", "packages": ()}
+_COMMON: dict[str, Option] = {"args": (), "matcher": "", "policy": "", "packages": ()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class AgentProgram:
     """The harness program `specification`, which was read from a file in `folder`.
 
     Beside the options that it declares, every program takes `args` (further words at the end of its
-    command), `matcher`, and `packages` (what to install in place of the versions that were tried).
+    command), `matcher`, `policy`, and `packages` (what to install in place of the versions that were tried).
     """
 
     inside = True
@@ -59,6 +59,7 @@ class AgentProgram:
         self._folder = folder
         self._options = _typed(name, {**specification.options, **_COMMON}, options)
         self.matcher = str(self._options["matcher"] or specification.matcher)
+        self.policy = str(self._options["policy"] or specification.policy)
         self._mounts = tuple(
             Mount(_existing(name, folder / source), target) for source, target in specification.mounts.items()
         )

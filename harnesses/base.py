@@ -49,6 +49,9 @@ class HarnessResult:
 class Harness(Protocol):
     """One way to run an agent. `matcher` is the tightest session matcher that holds it.
 
+    A harness may also have a `policy`, that of its sessions: `linear` unless it says `branching`, which
+    serves sub-agents, side requests and compaction.
+
     `inside` says where the agent's program runs: in the sandbox, which then gets a loopback port that
     leads to the gateway, or in this process, with only its commands in the sandbox. One object serves
     any number of episodes at once.

@@ -22,6 +22,7 @@ class Command:
     mount: host path -> path inside, read-only: where the program lives.
     env: further environment variables.
     matcher: how the program's replayed history is recognised; `call_id` bears most rewriting.
+    policy: `branching` bears sub-agents, side requests and compaction; `linear` refuses them.
 
     Exit status 0 is a finished attempt, any other a crash.
     """
@@ -30,6 +31,7 @@ class Command:
     mount: Mapping[str, str] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     matcher: str = "call_id"
+    policy: str = "branching"
 
     name = "command"
     inside = True

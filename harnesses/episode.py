@@ -229,6 +229,7 @@ class _Episode:
         budget = {"turns": limits.turns, "tokens": limits.tokens}
         options = {
             "matcher": self._harness.matcher,
+            "policy": getattr(self._harness, "policy", "linear"),
             "limits": {name: value for name, value in budget.items() if value is not None},
             "labels": self._labels,
             **self._session_options,

@@ -52,6 +52,7 @@ class Specification(_Data):
       `{driver}`, and every one of `options`. A word with an option that is a list is repeated per item.
     driver: a script beside this file that drives a library, for `{python} {driver}`.
     matcher: the tightest session matcher that holds it.
+    policy: `branching` for a program with sub-agents, side requests or compaction.
     files: path inside the sandbox -> text, laid there before the program starts.
     mounts: host path -> path inside, read-only; a relative host path starts at this file.
     options: what a run may set (`-o KEY=VALUE`), with the defaults.
@@ -62,6 +63,7 @@ class Specification(_Data):
     url: str = ""
     protocol: Literal["chat", "responses", "messages"]
     matcher: str = "call_id"
+    policy: Literal["linear", "branching"] = "linear"
     command: Annotated[tuple[str, ...], Field(min_length=1)]
     install: Install = Install()
     driver: str | None = None

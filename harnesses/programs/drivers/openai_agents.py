@@ -3,7 +3,7 @@
 import os
 import subprocess
 
-from agents import Agent, Runner, function_tool, set_default_openai_api, set_tracing_disabled
+from agents import Agent, ModelSettings, Runner, function_tool, set_default_openai_api, set_tracing_disabled
 
 
 @function_tool
@@ -22,6 +22,8 @@ agent = Agent(
     instructions=os.environ["AGENT_SYSTEM"],
     model=os.environ["OPENAI_MODEL"],
     tools=[bash],
+    model_settings=ModelSettings(tool_choice=os.environ["AGENT_TOOL_CHOICE"]),
+    reset_tool_choice=False,
 )
 with open(os.environ["TITOGYM_INSTRUCTION_FILE"], encoding="utf-8") as file:
     print(Runner.run_sync(agent, file.read(), max_turns=1_000_000).final_output)
