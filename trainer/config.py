@@ -152,8 +152,8 @@ class SandboxSection(Section):
     )
     warm: Whole = Field(
         default=0,
-        description="Sandboxes of the next episodes that are made ready while earlier ones run; 0: none, each "
-        "is made when its episode starts. For backends that are slow to start, on one machine.",
+        description="Sandboxes of the next episodes that are made ready while earlier ones run; 0: each is "
+        "made when its episode starts. For backends that are slow to start, on one machine.",
     )
 
 

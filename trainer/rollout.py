@@ -84,8 +84,8 @@ class RolloutWorker:
     ended, the rest are aborted. A failed episode counts in its group's `failures`. What becomes of a group
     with too few usable episodes is the buffer's decision.
 
-    `on_episode` hears of every ended episode, with its seconds. With `announce` the next group is chosen while
-    it waits for its places, and its episodes are announced.
+    `on_episode` hears of every ended episode, with its seconds. With `announce` the next group is chosen
+    while it waits for its places, and its episodes are announced.
     """
 
     def __init__(

@@ -375,3 +375,30 @@ async def test_cancelling_while_a_group_waits_to_be_put_leaves_it_owed():
         await asyncio.sleep(0.05)
     owed = [index for index, _ in ledger.state()["owed"]]
     assert owed == list(range(ledger.state()["cursor"]))
+
+
+# --- what comes next
+
+
+async def test_the_next_group_is_announced_while_it_waits_and_is_not_lost():
+    buffer, world = buffer_of(9), World(duration=lambda number: 10**6)
+    announced: list[tuple[str, str, str]] = []
+    ledger = TaskLedger(TaskOrder(tasks(5), seed=0))
+    worker = RolloutWorker(
+        RolloutSettings(2, 2, 8),
+        ledger=ledger,
+        buffer=buffer,
+        run_episode=world.run_episode,
+        announce=lambda task, labels: announced.append((task.id, labels["group"], labels["member"])),
+    )
+    async with running(worker):
+        while len(announced) < 4:  # noqa: ASYNC110 (the worker has no event for it)
+            await asyncio.sleep(0)
+        assert [(group, member) for _, group, member in announced] == [
+            ("0", "0"),
+            ("0", "1"),
+            ("1", "0"),
+            ("1", "1"),
+        ]
+        assert worker.in_flight <= 2
+    assert sorted({ledger.next().index, ledger.next().index}) == [0, 1], "a group that waited was lost"
