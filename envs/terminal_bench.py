@@ -9,7 +9,7 @@ can do without an image is in `metadata["needs_image"]`; keys that are not acted
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 from titogym.envs import dockerfile, scrub, task_toml
@@ -82,6 +82,11 @@ def load_task(directory: Path) -> Task:
             "unknown_keys": sorted({*config.unknown(), *_not_acted_on(config)}),
         },
     )
+
+
+def need_images(tasks: Iterable[Task]) -> list[tuple[Task, str]]:
+    """Those of the tasks that a plain system cannot run, each with the first reason."""
+    return [(task, reasons[0]) for task in tasks if (reasons := task.metadata.get("needs_image"))]
 
 
 def resolve_references(env: Mapping[str, str], source: str) -> dict[str, str]:

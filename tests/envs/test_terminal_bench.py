@@ -4,7 +4,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from titogym.cli.main import app
 from titogym.envs.registry import STARTER, task_directories
 from titogym.envs.sandboxes.base import Build, SandboxSpec
 from titogym.envs.task import AllowList, Limits
@@ -261,3 +263,11 @@ def test_starter_tasks_say_all_that_a_task_can_say(directory):
     assert task.metadata["unknown_keys"] == []
     assert task.metadata["description"].endswith(".")
     assert {"difficulty", "category", "tags"} <= set(task.metadata)
+
+
+def test_tasks_that_need_images_are_refused_before_a_local_run_begins(directory):
+    write(directory, "environment/Dockerfile", "FROM node:22\n")
+    done = CliRunner().invoke(app, ["run", str(directory), "--engine", "http://127.0.0.1:9"])
+    assert isinstance(done.exception, UserError)
+    assert "1 of 1 tasks need images" in str(done.exception)
+    assert "node:22" in str(done.exception)

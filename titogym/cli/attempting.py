@@ -59,11 +59,23 @@ SplitOption = Annotated[str, typer.Option(help="Split of a task generator.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of a task generator.")]
 
 
-def find_tasks(source: str, *, split: str, seed: int, count: int | None, turns: int | None) -> "list[Task]":
-    """The tasks of a source, each under `turns` if given. Raises `UserError`, for two of one name too."""
+def find_tasks(
+    source: str, *, split: str, seed: int, count: int | None, turns: int | None, sandbox: str | None = None
+) -> "list[Task]":
+    """The tasks of a source, each under `turns` if given.
+
+    Raises `UserError`, for two of one name too, and for those that `sandbox` has no images for.
+    """
     from titogym.envs.registry import tasks
+    from titogym.envs.terminal_bench import need_images
 
     found = tasks(source, split=split, seed=seed, count=count)
+    if sandbox == "local" and (needing := need_images(found)):
+        task, reason = needing[0]
+        raise UserError(
+            f"{len(needing)} of {len(found)} tasks need images, which the local sandbox does not have: "
+            f"choose --sandbox docker or daytona. The first is {task.id}: {reason}."
+        )
     names = [task.id for task in found]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"Two tasks of {source} are called {twice[0]!r}: give each a name of its own.")

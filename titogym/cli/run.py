@@ -66,7 +66,7 @@ def command(
     shared.end_on_sigterm()
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("titogym").setLevel(logging.INFO)
-    tasks = shared.find_tasks(source, split=split, seed=seed, count=count, turns=turns)
+    tasks = shared.find_tasks(source, split=split, seed=seed, count=count, turns=turns, sandbox=sandbox)
     agent = make_harness(harness, **shared.key_values(option or []))
     backend = shared.sandbox_backend(sandbox, sandbox_option or [], "titogym-run")
     session = shared.session_options(policy, matcher, temperature, max_tokens)
