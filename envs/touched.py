@@ -25,25 +25,32 @@ _PROGRAMS = (
     "pip3", "uv", "uvx", "curl", "wget", "git", "make", "gcc", "cc", "g++", "rustc", "cargo", "go", "java",
     "node", "npm", "npx",
 )  # fmt: skip
+
+
+def _any(names: tuple[str, ...], condition: str = "") -> str:
+    return " -o ".join(f"-name '{name}'{condition}" for name in names)
+
+
 # Directories of the system are the sandbox's matter: they are new for the tests, or remarked on.
-_SCAN = r"""
-workdir=$1; shift
-tests=$1; shift
-digest() { cksum 2>/dev/null || wc -c; }
-hash_all() { while IFS= read -r path; do
-    if [ -L "$path" ]; then printf 'link %s\t%s\n' "$(readlink -- "$path")" "$path"
-    elif [ -f "$path" ]; then printf '%s\t%s\n' "$(digest < "$path" 2>/dev/null)" "$path"
-    else printf 'directory\t%s\n' "$path"; fi
-  done; }
-for top in $tests; do find "$top" ! -type d 2>/dev/null; [ ! -L "$top" ] || echo "$top"; done | hash_all
+_SCAN = rf"""
+digest() {{ cksum 2>/dev/null || wc -c; }}
+workdir=$1
+set --
 for top in /* /.[!.]*; do
   case $top in
     /usr|/bin|/sbin|/lib|/lib32|/lib64|/libx32|/proc|/sys|/dev|/boot|/run|/tests|/solution|/logs) continue;;
   esac
-  [ -d "$top" ] && [ ! -L "$top" ] || continue
-  find "$top" -xdev \( "$@" \) -print 2>/dev/null
-done | hash_all
-for entry in "$workdir"/*.py "$workdir"/*/__init__.py; do [ -e "$entry" ] && echo "$entry"; done | hash_all
+  [ -d "$top" ] && [ ! -L "$top" ] && set -- "$@" "$top"
+done
+{{
+  find {" ".join(TEST_PATHS)} ! -type d 2>/dev/null
+  [ $# = 0 ] || find "$@" -xdev \( {_any(_NAMES)} -o {_any(_PROGRAMS, " ! -type d")} \) 2>/dev/null
+  for entry in "$workdir"/*.py "$workdir"/*/__init__.py; do [ -e "$entry" ] && echo "$entry"; done
+}} | while IFS= read -r path; do
+  if [ -L "$path" ]; then printf 'link %s\t%s\n' "$(readlink -- "$path")" "$path"
+  elif [ -f "$path" ]; then printf '%s\t%s\n' "$(digest < "$path" 2>/dev/null)" "$path"
+  else printf 'directory\t%s\n' "$path"; fi
+done
 """
 
 Touchable = Mapping[str, str]  # path inside -> digest of its content
@@ -51,16 +58,8 @@ Touchable = Mapping[str, str]  # path inside -> digest of its content
 
 async def look(sandbox: Sandbox, workdir: str) -> Touchable:
     """Everything there that tests might run unasked. Raises `SandboxError` where nobody can look any more."""
-    words: list[str] = []
-    for name in _NAMES:
-        words += ["-name", name, "-o"]
-    for name in _PROGRAMS:
-        words += ["-name", name, "!", "-type", "d", "-o"]
     done = await sandbox.exec(
-        ["/bin/sh", "-c", _SCAN, "sh", workdir, " ".join(TEST_PATHS), *words[:-1]],
-        cwd="/",
-        timeout=_SECONDS,
-        max_output=_OUTPUT_BYTES,
+        ["/bin/sh", "-c", _SCAN, "sh", workdir], cwd="/", timeout=_SECONDS, max_output=_OUTPUT_BYTES
     )
     found = {}
     for line in done.stdout.splitlines():
