@@ -5,7 +5,7 @@
 Makes a small Qwen3-MoE from nothing as the quickstart does, then runs the quickstart's tasks with
 `trainer.r3` on and off, which differ in nothing else. Prints how far the trainer's log-probs are from the
 engine's in both, and how often its routers would have taken the engine's experts. Exits with 1 unless with
-R3 every route agrees and mean |m - 1| is lower. A run that is finished already is only read.
+R3 every route agrees and mean |m - 1| is lower. What is there already is read or continued.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace, r3: bool) -> RunDirectory:
     config = load_config(CONFIG, [f"{key}={value}" for key, value in overrides.items()])
     if directory.exists() and len(RunDirectory(directory).metrics()) == arguments.steps:
         return RunDirectory(directory)
-    return run_training(config, Console())
+    return run_training(config, Console(), resume=directory.exists())
 
 
 def main() -> None:

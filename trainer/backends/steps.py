@@ -101,7 +101,7 @@ class SteppingBackend(ABC):
             share = -(scores[0] * micro.gather(loss_mask)).sum() / total
             return share, {"loss": float(share.detach())}
 
-        micros = microbatches(tokens, loss_mask, self.spec.microbatch_tokens, self._device, self._share())
+        micros = microbatches(tokens, loss_mask, self._budget(), self._device, self._share())
         parts, metrics = self._optimize(micros, loss_mask, 1.0, loss, lr)
         return metrics | {"loss/nll": sum(part["loss"] for part in parts)}
 
@@ -126,11 +126,15 @@ class SteppingBackend(ABC):
         return microbatches(
             batch.tokens,
             batch.loss_mask,
-            self.spec.microbatch_tokens,
+            self._budget(),
             self._device,
             self._share(),
             routes,
         )
+
+    def _budget(self) -> int:
+        """Most tokens in a microbatch. Exact attention takes one sequence at a time."""
+        return 1 if self.spec.true_on_policy else self.spec.microbatch_tokens
 
     def _routes(self, batch: TrainBatch) -> list[NDArray[Any]]:
         """The recorded experts of `batch`. Raises `ValueError` unless they are those of this model."""
