@@ -136,29 +136,44 @@ def assert_gone(processes: list[psutil.Process], ports: set[int]) -> None:
 
 
 def test_kill_engine_gateway_and_driver_then_finish(run: Run) -> None:
-    step = 0
-    for victim, words in (("sglang.launch_server", "engine"), ("serve", "gateway"), (None, "")):
-        driver = run.start(*(["--resume"] if step else []))
-        run.wait_for_step(step + 2)
+    driver = run.start()
+    run.wait_for_step(2)
+    for victim, name in (("sglang.launch_server", "engine"), ("serve", "gateway")):
         run.wait_for_an_episode()
-        children = run.descendants()
-        ports = listening(children)
-        assert len(ports) >= 2  # engine and gateway
-        if victim is None:
-            driver.send_signal(signal.SIGKILL)
-            driver.wait()
-        else:
-            killed = [child for child in children if victim in command_line(child)]
-            assert len(killed) == 1
-            killed[0].kill()
-            assert driver.wait(90) == 2, run.output
-            last_words = run.output.strip().rsplit("titogym: ", 1)[-1]
-            assert words in last_words, run.output
-            assert "--resume" in last_words
-            assert run.sandboxes() == []
-        assert_gone(children, ports)
-        step = max(run.records.checkpoints())
+        killed = [child for child in run.descendants() if victim in command_line(child)]
+        assert len(killed) == 1
+        killed[0].kill()
+        step = run.records.metrics()[-1]["step"]
+        run.wait_for_step(step + 3)  # the run goes on with another one
+        assert f"Replaced the {name}" in run.output
+        assert driver.poll() is None
+    # Whatever replaced an engine served nothing before it had the weights.
+    for record in run.records.metrics():
+        assert record["staleness/coverage"] == 1.0
 
+    run.wait_for_an_episode()
+    children = run.descendants()
+    ports = listening(children)
+    assert len(ports) >= 2  # engine and gateway
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    assert_gone(children, ports)
+    step = max(run.records.checkpoints())
+
+    driver = run.start("--resume", "--set", "cluster.max_restarts=0")
+    run.wait_for_step(step + 2)
+    children = run.descendants()
+    ports = listening(children)
+    (gateway,) = (child for child in children if "serve" in command_line(child))
+    gateway.kill()
+    assert driver.wait(90) == 2, run.output
+    last_words = run.output.strip().rsplit("titogym: ", 1)[-1]
+    assert "gateway" in last_words, run.output
+    assert "--resume" in last_words
+    assert run.sandboxes() == []
+    assert_gone(children, ports)
+
+    step = max(run.records.checkpoints())
     driver = run.start("--resume", "--set", f"run.steps={step + 2}")
     assert driver.wait(400) == 0, run.output
     steps = [record["step"] for record in run.records.metrics()]

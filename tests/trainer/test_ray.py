@@ -14,14 +14,13 @@ from tests.trainer import drive
 from tests.trainer.whole_run import left_behind, write_config
 from titogym.errors import UserError
 from titogym.harnesses.registry import harness
+from titogym.trainer import training
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.process import TrainerError
-from titogym.trainer.cluster import ray as on_ray
 from titogym.trainer.cluster.base import GatewayOptions
-from titogym.trainer.cluster.ray import OnRay
+from titogym.trainer.cluster.ray import OnRay, TrainerActor
 from titogym.trainer.config import RunConfig, load_config
 from titogym.trainer.episodes import Gateways
-from titogym.trainer.training import run_training
 
 pytestmark = [pytest.mark.train, pytest.mark.sandbox, pytest.mark.timeout(280)]
 
@@ -108,10 +107,19 @@ def test_actors_that_die_take_their_process_along_and_are_replaced(
     assert left_behind(directory) == []
 
 
+class VersionOnlyActor(TrainerActor):
+    def __init__(self, spec, log):
+        self._trainer = drive.VersionOnlyTrainer(spec, log)
+
+
+class VersionOnlyCluster(OnRay):
+    trainer_actor = VersionOnlyActor
+
+
 def test_a_whole_run_on_ray(config, directory, monkeypatch):
-    monkeypatch.setattr(on_ray.TrainerActor, "trainer", drive.VersionOnlyTrainer)
+    monkeypatch.setattr(training, "cluster", VersionOnlyCluster)
     with (directory / "out.txt").open("w") as out:
-        run = run_training(config, Console(file=out, width=160))
+        run = training.run_training(config, Console(file=out, width=160))
     assert [record["step"] for record in run.metrics()] == [1, 2]
     assert all(record["rollout/failed"] == 0 for record in run.metrics())
     assert left_behind(directory) == []

@@ -82,10 +82,8 @@ class ServerActor:
 class TrainerActor:
     """On its node: the trainer, as a process of its own, which ends with this actor."""
 
-    trainer: type[TrainerProcess] = TrainerProcess
-
     def __init__(self, spec: BackendSpec, log: Path) -> None:
-        self._trainer = self.trainer(spec, log)
+        self._trainer = TrainerProcess(spec, log)
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
         return getattr(self._trainer, method)(*arguments)
@@ -256,6 +254,8 @@ class RayEpisodes:
 class OnRay:
     """A `Cluster` of Ray actors. Joins the cluster at `config.cluster.address`, or starts one here."""
 
+    trainer_actor = TrainerActor
+
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -287,7 +287,7 @@ class OnRay:
     def trainer(self, spec: BackendSpec, log: Path) -> TrainerProcess:
         gpus = spec.layout.world if self._has_gpus() else 0
         share = gpus / 2 if self._config.engine.placement == "colocated" else gpus
-        actor = self._actor(TrainerActor, 0, share).remote(spec, log.absolute())
+        actor = self._actor(self.trainer_actor, 0, share).remote(spec, log.absolute())
         return cast(TrainerProcess, RayTrainer(actor))
 
     def episodes(
