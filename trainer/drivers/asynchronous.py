@@ -13,11 +13,11 @@ class AsynchronousDriver(Driver):
     async def _collect(self) -> list[Group]:
         return await self._buffer.take(self._config.rollout.groups_per_step)
 
-    async def _after_update(self) -> dict[str, float]:
-        figures: dict[str, float] = {}
-        with timed(figures, "time/publish"):
-            figures |= await self._publish(self._step)
-        return figures
+    async def _after_update(self, figures: dict[str, float]) -> dict[str, float]:
+        added: dict[str, float] = {}
+        with timed(added, "time/publish"):
+            added |= await self._publish(self._step)
+        return added
 
     async def _between_steps(self) -> None:
         if self._evaluation_is_due():

@@ -9,8 +9,7 @@ buffer's version advance.
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -29,16 +28,10 @@ from titogym.trainer.buffer import Buffer, BufferSettings, Reason
 from titogym.trainer.collate import add_advantages, minibatches, train_batch
 from titogym.trainer.config import RunConfig
 from titogym.trainer.consumption import Consumption
+from titogym.trainer.drivers.steps import StepRecorder
 from titogym.trainer.evaluation import EvalEngines, Evaluation, Evaluator, evaluator
 from titogym.trainer.ledger import TaskLedger, TaskOrder
-from titogym.trainer.metrics import (
-    Snapshot,
-    batch_figures,
-    bottleneck,
-    histogram,
-    over_updates,
-    rollout_figures,
-)
+from titogym.trainer.metrics import batch_figures, over_updates
 from titogym.trainer.progress import Progress, Status
 from titogym.trainer.records import episode_records, sample_records, spread
 from titogym.trainer.rollout import (
@@ -57,7 +50,6 @@ from titogym.trainer.trackers import Tracker
 T = TypeVar("T")
 _HEALTH_INTERVAL = 1.0  # seconds between looks at the child processes
 _LOOKS = 3  # for a process whose death made an update fail
-_SLOWEST = 5  # episodes of a step that are told apart
 
 
 class Trainer(Protocol):
@@ -159,7 +151,9 @@ class Driver(ABC):
         )
         self._phase = "starting"
         self._weights = asyncio.Lock()  # held from an update to its publication
-        self._slowest: list[dict[str, Any]] = []
+        self._recorder = StepRecorder(config, self._worker, self._buffer, self._consumption)
+        if (unwritten := state.get("record")) and self._step > len(run.metrics()):
+            run.add_metrics(unwritten)  # a kill came between the checkpoint and the step's end
         # Of its own: sandboxes keep the event loop's threads busy.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer-calls")
 
@@ -208,8 +202,11 @@ class Driver(ABC):
         """The groups of the next step."""
 
     @abstractmethod
-    async def _after_update(self) -> dict[str, float]:
-        """Publish the weights of the step that was just taken, and do what else is due."""
+    async def _after_update(self, figures: dict[str, float]) -> dict[str, float]:
+        """Publish the weights of the step that was just taken, and do what else is due.
+
+        `figures` are the step's so far; returns those that are added.
+        """
 
     @abstractmethod
     async def _between_steps(self) -> None:
@@ -218,8 +215,7 @@ class Driver(ABC):
     # --- one step ------------------------------------------------------------------------------------
 
     async def _one_step(self) -> None:
-        started, before = time.monotonic(), Snapshot.take(self._worker, self._buffer)
-        failures = Counter(self._worker.counters.failures)
+        self._recorder.begin()
         self._phase = "waiting for groups"
         groups = await self._collect()
         figures = batch_figures(groups, self._step) | {"buffer/size": len(self._buffer)}
@@ -229,14 +225,8 @@ class Driver(ABC):
             for group in groups:
                 self._ledger.settle(group.index)
                 self._consumption.settle(group, "trained")
-            figures |= await self._after_update()
-        elapsed = time.monotonic() - started - figures.pop("time/checkpoint", 0.0)
-        figures |= rollout_figures(before, Snapshot.take(self._worker, self._buffer), elapsed)
-        figures |= {"rollout/in_flight": self._worker.in_flight, "time/step": elapsed}
-        figures["consumption/starved_tasks"] = len(self._consumption.starved)
-        if (bias := self._consumption.duration_bias()) is not None:
-            figures["consumption/duration_bias"] = bias
-        self._record(figures, self._worker.counters.failures - failures)
+            figures |= await self._after_update(figures)
+        self._record(self._recorder.record(self._step, figures))
         await self._between_steps()
 
     async def _update(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -279,19 +269,7 @@ class Driver(ABC):
             path = self._run.batch_path(self._step + 1)
             await asyncio.to_thread(write_groups, path, groups, {"advantages": batch.advantages})
 
-    def _record(self, figures: dict[str, float], failures: Counter[str]) -> None:
-        figures, bins = histogram(figures)
-        record = {
-            "step": self._step,
-            "time": time.time(),
-            **bottleneck(figures, self._config.rollout.groups_per_step, self._config.buffer.capacity),
-            "failures": dict(failures),
-            "histogram": bins,
-            "consumption": self._consumption.table(),
-            "slowest": self._slowest,
-            **figures,
-        }
-        self._slowest = []
+    def _record(self, record: dict[str, Any]) -> None:
         self._run.add_metrics(record)
         for tracker in self._parts.trackers:
             tracker.step(record)
@@ -364,13 +342,14 @@ class Driver(ABC):
 
     # --- checkpoints and events ----------------------------------------------------------------------
 
-    async def _checkpoint(self) -> None:
+    async def _checkpoint(self, record: Mapping[str, Any] | None = None) -> None:
+        """`record` is that of the step, where it is not written yet."""
         self._phase = "writing a checkpoint"
         # Ledger and buffer are read before the trainer is saved: what the worker collects meanwhile is owed.
         await self._blocking(
             self._run.save_checkpoint,
             self._step,
-            {"ledger": self._ledger.state(), "consumption": self._consumption.state()},
+            {"ledger": self._ledger.state(), "consumption": self._consumption.state(), "record": record},
             self._parts.trainer.save,
             self._config.checkpoint.keep,
             self._buffer.waiting(),
@@ -389,6 +368,7 @@ class Driver(ABC):
             "group_dropped",
             self._step,
             reason=reason,
+            group=group.index,
             task=group.task_id,
             attempts=group.attempt + 1,
             seconds=group.metadata.get("seconds"),
@@ -404,8 +384,7 @@ class Driver(ABC):
             )
 
     def _episode_ended(self, result: EpisodeResult, seconds: float) -> None:
-        known = {"task": result.task_id, "seconds": round(seconds, 2), "turns": result.turns}
-        self._slowest = sorted([*self._slowest, known], key=lambda e: -e["seconds"])[:_SLOWEST]
+        self._recorder.episode_ended(result, seconds)
         if not samples_of(result, 0):
             self._run.add_event(
                 "episode_failed",

@@ -32,14 +32,15 @@ class SynchronousDriver(Driver):
         super()._refused(group, reason)
         self._starts.give_back()  # another one in its place
 
-    async def _after_update(self) -> dict[str, float]:
-        figures: dict[str, float] = {}
+    async def _after_update(self, figures: dict[str, float]) -> dict[str, float]:
+        added: dict[str, float] = {}
         if self._checkpoint_is_due():
-            with timed(figures, "time/checkpoint"):
-                await self._checkpoint()
-        with timed(figures, "time/publish"):
-            figures |= await self._publish(self._step)
-        return figures
+            with timed(added, "time/checkpoint"):
+                # The step is not over, but a kill must not lose its record.
+                await self._checkpoint(self._recorder.record(self._step, figures))
+        with timed(added, "time/publish"):
+            added |= await self._publish(self._step)
+        return added
 
     async def _between_steps(self) -> None:
         if self._evaluation_is_due():

@@ -1,0 +1,65 @@
+"""The record of one step, from counters before it and after it."""
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from titogym.harnesses.episode import EpisodeResult
+from titogym.trainer.buffer import Buffer
+from titogym.trainer.config import RunConfig
+from titogym.trainer.consumption import Consumption
+from titogym.trainer.metrics import Snapshot, bottleneck, histogram, rollout_figures
+from titogym.trainer.rollout import RolloutWorker
+
+_SLOWEST = 5  # episodes of a step that are told apart
+
+
+class StepRecorder:
+    """Follows the step that `begin` has begun."""
+
+    def __init__(
+        self, config: RunConfig, worker: RolloutWorker, buffer: Buffer, consumption: Consumption
+    ) -> None:
+        self._config = config
+        self._worker = worker
+        self._buffer = buffer
+        self._consumption = consumption
+        self.begin()
+
+    def begin(self) -> None:
+        self._started = time.monotonic()
+        self._before = Snapshot.take(self._worker, self._buffer)
+        self._failures = Counter(self._worker.counters.failures)
+        self._slowest: list[dict[str, Any]] = []
+
+    def episode_ended(self, result: EpisodeResult, seconds: float) -> None:
+        known = {"task": result.task_id, "seconds": round(seconds, 2), "turns": result.turns}
+        self._slowest = sorted([*self._slowest, known], key=lambda e: -e["seconds"])[:_SLOWEST]
+
+    def record(self, step: int, figures: Mapping[str, float]) -> dict[str, Any]:
+        """The step's line of metrics.jsonl as of now; `figures` are those of its batch and its update.
+
+        Seconds under `time/checkpoint` are no part of the step.
+        """
+        known = dict(figures)
+        elapsed = time.monotonic() - self._started - known.pop("time/checkpoint", 0.0)
+        known |= rollout_figures(self._before, Snapshot.take(self._worker, self._buffer), elapsed)
+        known |= {
+            "rollout/in_flight": self._worker.in_flight,
+            "time/step": elapsed,
+            "consumption/starved_tasks": len(self._consumption.starved),
+        }
+        if (bias := self._consumption.duration_bias()) is not None:
+            known["consumption/duration_bias"] = bias
+        known, bins = histogram(known)
+        return {
+            "step": step,
+            "time": time.time(),
+            **bottleneck(known, self._config.rollout.groups_per_step, self._config.buffer.capacity),
+            "failures": dict(self._worker.counters.failures - self._failures),
+            "histogram": bins,
+            "consumption": self._consumption.table(),
+            "slowest": self._slowest,
+            **known,
+        }
