@@ -71,11 +71,8 @@ class EvaluationDirectory:
     def is_one(cls, path: Path) -> bool:
         return (path / SETTINGS).is_file()
 
-    def create(self, settings: Mapping[str, Any], *, resume: bool) -> None:
-        """Make the directory, or with `resume` check that it holds part of the same evaluation.
-
-        Raises `UserError` where there is another one, or none to resume.
-        """
+    def check(self, settings: Mapping[str, Any], *, resume: bool) -> None:
+        """Raises `UserError` where there is an evaluation already, or with `resume` not the same one."""
         there = self.is_one(self.path)
         if there and not resume:
             raise UserError(
@@ -83,15 +80,17 @@ class EvaluationDirectory:
             )
         if resume and not there:
             raise UserError(f"There is no evaluation to resume in {self.path}.")
-        if there:
-            before = self.settings()
-            changed = [key for key in settings if key not in _MAY_CHANGE and before.get(key) != settings[key]]
-            if changed:
-                key = changed[0]
-                raise UserError(
-                    f"The evaluation in {self.path} was begun with {key} = {before.get(key)!r}, not "
-                    f"{settings[key]!r}: resume it with the same, or choose another --out."
-                )
+        before = self.settings() if there else settings
+        changed = [key for key in settings if key not in _MAY_CHANGE and before.get(key) != settings[key]]
+        if changed:
+            key = changed[0]
+            raise UserError(
+                f"The evaluation in {self.path} was begun with {key} = {before.get(key)!r}, not "
+                f"{settings[key]!r}: resume it with the same, or choose another --out."
+            )
+
+    def create(self, settings: Mapping[str, Any]) -> None:
+        """Make the directory, or keep it with these settings. Raises `UserError` where the disk does not."""
         try:
             (self.path / "episodes").mkdir(parents=True, exist_ok=True)
             _write(self.path / SETTINGS, json.dumps(settings, indent=2) + "\n")

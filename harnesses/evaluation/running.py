@@ -10,6 +10,8 @@ from titogym.gateway.client import GatewayClient, GatewayError
 from titogym.harnesses.episode import EpisodeResult
 from titogym.harnesses.evaluation.records import EpisodeRecord, EvaluationDirectory
 
+UNBEGUN = 16  # episodes in a row that could not begin, after which none is taken to be able to
+
 # Makes attempt `number` at a task, and leaves its session open.
 RunAttempt = Callable[[Task, int], Awaitable[EpisodeResult]]
 Conversation = Sequence[Mapping[str, Any]]
@@ -28,17 +30,25 @@ async def evaluate(
     """Make the attempts `due`, at most `concurrency` at a time, and keep each in `directory` as it ends.
 
     Cancellation cancels those in flight; they clean up after themselves and are not kept. Raises `UserError`
-    when an episode cannot be written.
+    when an episode cannot be written, or when `UNBEGUN` in a row could not even begin.
     """
+    unbegun = 0
     queue = iter(due)
 
     async def work() -> None:
+        nonlocal unbegun
         for task, attempt in queue:
             started(task, attempt)
             result = await run(task, attempt)
             turns = await conversation(result, client)
             more = {"instruction": task.instruction, "environment": task.environment, "split": task.split}
-            ended(await asyncio.to_thread(directory.add, result, attempt, turns, **more))
+            record = await asyncio.to_thread(directory.add, result, attempt, turns, **more)
+            ended(record)
+            unbegun = unbegun + 1 if record.outcome in ("setup_error", "gateway_error") else 0
+            if unbegun >= UNBEGUN:
+                raise UserError(
+                    f"{unbegun} episodes in a row could not begin. The last one says: {record.error}"
+                )
 
     try:
         async with asyncio.TaskGroup() as group:

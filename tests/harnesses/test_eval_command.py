@@ -20,6 +20,7 @@ from tests.harnesses.world import World, raw_call
 from titogym.cli.main import app
 from titogym.errors import UserError
 from titogym.gateway.launch import GatewayProcess
+from titogym.harnesses.evaluation.records import EvaluationDirectory
 
 pytestmark = pytest.mark.sandbox
 
@@ -210,6 +211,22 @@ async def test_failures_are_grouped_and_made_again(world: World, cli: Cli) -> No
     assert len(cli.records()) == 4
 
 
+async def test_one_that_cannot_begin_is_given_up(world: World, cli: Cli) -> None:
+    """No program can play an environment that answers turn by turn."""
+    words = ("--harness", "command", "-o", "command=/bin/true", "-j", "4")
+    status, told = await cli(*cli.eval(*words, count=40, attempts=1))
+    assert status == 2, told
+    assert "16 episodes in a row could not begin" in told
+    assert "use the harness openai_loop" in told
+    assert 16 <= len(cli.records()) < 24
+    assert (cli.out / "report.html").exists()
+
+
+def test_a_place_that_keeps_nothing_is_named() -> None:
+    with pytest.raises(UserError, match="cannot be kept in /proc/x"):
+        EvaluationDirectory(Path("/proc/x")).create({})
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -218,7 +235,6 @@ async def test_failures_are_grouped_and_made_again(world: World, cli: Cli) -> No
         (["eval", SOURCE], "--engine URL"),
         (["eval", SOURCE, "--gateway", "http://127.0.0.1:1", "--out", "OUT"], "does not answer"),
         (["eval", SOURCE, "--gateway", "http://g", "--out", "OUT", "--resume"], "no evaluation to resume"),
-        (["eval", SOURCE, "--gateway", "http://g", "--out", "/proc/x"], "cannot be kept in /proc/x"),
         (["run", SOURCE, "--gateway", "http://g", "--sandbox", "cloud"], "no sandbox backend 'cloud'"),
         (["show", "OUT", "--episode", "1"], "holds no evaluation"),
     ],

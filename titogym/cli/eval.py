@@ -14,7 +14,9 @@ from titogym.cli import attempting as shared
 from titogym.errors import UserError
 
 if TYPE_CHECKING:
+    from titogym.envs.sandboxes.base import SandboxBackend
     from titogym.envs.task import Task
+    from titogym.harnesses.base import Harness
     from titogym.harnesses.evaluation.records import EvaluationDirectory
 
 _RESULTS = Path("evals")
@@ -65,7 +67,6 @@ def command(
     report of it; --resume goes on from there. `titogym show DIR` lists the episodes and replays any.
     """
     from titogym.cli.evaluation_view import EvaluationView
-    from titogym.envs.registry import STARTER
     from titogym.harnesses.evaluation.records import EvaluationDirectory, missing
     from titogym.harnesses.registry import harness as make_harness
 
@@ -73,13 +74,12 @@ def command(
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     if resume and out is None:
         raise UserError("Say what to resume: --out DIR.")
-    tasks = shared.find_tasks(source, split=split, seed=seed, count=count, turns=turns)
+    tasks = shared.find_tasks(source, split=split, seed=seed, count=count, turns=turns, sandbox=sandbox)
     options = shared.key_values(option or [])
-    make_harness(harness, **options)
+    agent = make_harness(harness, **options)
     session = shared.session_options(policy, matcher, temperature, max_tokens)
-    path = Path(source)
     settings: dict[str, Any] = {
-        "source": str(path.resolve()) if path.exists() and path != STARTER else source,
+        "source": source,
         "split": split,
         "seed": seed,
         "tasks": len(tasks),
@@ -93,12 +93,15 @@ def command(
         "success": success,
         "sandbox": sandbox,
     }
+    backend = shared.sandbox_backend(sandbox, sandbox_option or [], "titogym-eval")
+    directory = EvaluationDirectory(out or _fresh(source))
+    directory.check(settings, resume=resume)
     with shared.serving(engine, gateway, admin_key, model_dir, family) as (url, key):
-        directory = EvaluationDirectory(out or _fresh(source))
-        directory.create(settings, resume=resume)
+        asyncio.run(_require_ready(url, key))
+        directory.create(settings)
         due = _due(missing([task.id for task in tasks], attempts, directory.records()), tasks)
         view = EvaluationView(directory, settings)
-        status = 0
+        status, fault = 0, None
         with view:
             try:
                 asyncio.run(
@@ -107,8 +110,8 @@ def command(
                         directory,
                         view,
                         where=(url, key),
-                        harness=(harness, options),
-                        sandbox=(sandbox, sandbox_option or []),
+                        agent=agent,
+                        backend=backend,
                         session=session,
                         concurrency=concurrency,
                         warm=warm,
@@ -118,9 +121,20 @@ def command(
                 status = 130
             except SystemExit as ended:  # SIGTERM
                 status = int(ended.code or 0)
+            except UserError as error:
+                fault = error
     view.finish(interrupted=status != 0)
+    if fault is not None:
+        raise fault
     if status:
         raise typer.Exit(status)
+
+
+async def _require_ready(url: str, key: str | None) -> None:
+    from titogym.gateway.client import GatewayClient
+
+    async with GatewayClient(url, key) as client:
+        await shared.require_ready(client, url)
 
 
 async def _evaluate(
@@ -129,8 +143,8 @@ async def _evaluate(
     view: Any,
     *,
     where: tuple[str, str | None],
-    harness: tuple[str, dict[str, Any]],
-    sandbox: tuple[str, Sequence[str]],
+    agent: "Harness",
+    backend: "SandboxBackend",
     session: dict[str, Any],
     concurrency: int,
     warm: int,
@@ -138,15 +152,10 @@ async def _evaluate(
     from titogym.gateway.client import GatewayClient
     from titogym.harnesses.episode import EpisodeResult, run_episode
     from titogym.harnesses.evaluation.running import evaluate
-    from titogym.harnesses.registry import harness as make_harness
     from titogym.harnesses.warm import WarmStarts
 
-    name, options = harness
-    agent = make_harness(name, **options)
-    backend = shared.sandbox_backend(*sandbox, directory.path.resolve().name)
     try:
         async with GatewayClient(*where) as client:
-            await shared.require_ready(client, where[0])
             await agent.prepare()
             ahead = WarmStarts(warm, harness=agent, backend=backend, gateway=client)
             for task, number in due:
