@@ -402,6 +402,7 @@ class ScriptedEngine:
                     "tp_size": 1,
                     "dp_size": self.data_parallel,
                     "enable_deterministic_inference": self.seeded,
+                    "enable_return_routed_experts": self.experts is not None,
                     "incremental_streaming_output": self.incremental,
                     "version": "0.5.23",
                 }
