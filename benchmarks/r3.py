@@ -21,7 +21,8 @@ from titogym.quickstart.model import Recipe, prepare_tokenizer
 from titogym.quickstart.run import CONFIG
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.process import TrainerProcess
-from titogym.trainer.config import OptimizerConfig, load_config
+from titogym.trainer.config import OptimizerConfig
+from titogym.trainer.config_file import load_config
 from titogym.trainer.runs import RunDirectory
 from titogym.trainer.training import run_training
 

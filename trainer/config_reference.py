@@ -10,7 +10,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from titogym.trainer.config import RunConfig, sections
+from titogym.trainer.config import RunConfig
+from titogym.trainer.config_file import sections
 
 _INTRODUCTION = """\
 # Configuration

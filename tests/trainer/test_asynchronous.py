@@ -12,7 +12,8 @@ from rich.console import Console
 
 from tests.trainer.worlds import ACTIONS, MemoryTrainer, World, failed, softmax, tasks
 from titogym.errors import UserError
-from titogym.trainer.config import RunConfig, parse_config
+from titogym.trainer.config import RunConfig
+from titogym.trainer.config_file import parse_config
 from titogym.trainer.drivers import DRIVERS
 from titogym.trainer.drivers.base import Parts
 from titogym.trainer.progress import Progress

@@ -30,7 +30,18 @@ def test_the_smallest_configuration_of_the_page_is_valid(tmp_path):
     assert result.exit_code == 0, result.exception
 
 
-@pytest.mark.parametrize("named", ["model.dir=nowhere", "environment.source=nope", "harness.name=nope"])
+@pytest.mark.parametrize(
+    "named",
+    [
+        "model.dir=nowhere",
+        "environment.source=nope",
+        "harness.name=nope",
+        "algorithm.advantage=no.such:function",
+        "algorithm.loss=no.such:function",
+        "buffer.filter=no.such:function",
+        "buffer.implementation=no.such:Class",
+    ],
+)
 def test_check_refuses_what_is_not_there(tmp_path, named):
     path = tmp_path / "config.toml"
     path.write_text(MINIMAL)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from titogym.trainer.config import sections
+from titogym.trainer.config_file import sections
 from titogym.trainer.metrics import MEANINGS
 
 DOCS = Path(__file__).parents[2] / "docs"

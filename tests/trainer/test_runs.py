@@ -10,7 +10,8 @@ from rich.console import Console
 
 from titogym.errors import UserError
 from titogym.trainer import training
-from titogym.trainer.config import RunConfig, parse_config
+from titogym.trainer.config import RunConfig
+from titogym.trainer.config_file import parse_config
 from titogym.trainer.runs import RunDirectory
 
 

@@ -14,7 +14,7 @@ from tests.trainer import drive
 from tests.trainer.whole_run import left_behind, write_config
 from titogym.trainer import report
 from titogym.trainer.cluster import local
-from titogym.trainer.config import load_config
+from titogym.trainer.config_file import load_config
 from titogym.trainer.metrics import MEANINGS
 from titogym.trainer.runs import RunDirectory
 from titogym.trainer.training import run_training

@@ -37,7 +37,7 @@ def command(
     Starts an engine, a gateway and a trainer, shows one line per step, and leaves metrics, checkpoints, the
     trained model, a reward plot and an HTML report in run.dir. Stop it with Ctrl-C and go on with --resume.
     """
-    from titogym.trainer.config import load_config
+    from titogym.trainer.config_file import load_config
 
     if print_config_reference:
         from titogym.trainer.config_reference import reference

@@ -13,7 +13,8 @@ from titogym.gateway.engines.environment import engine_python
 from titogym.processes import program
 from titogym.quickstart.model import prepare_model
 from titogym.trainer import report
-from titogym.trainer.config import RunConfig, load_config
+from titogym.trainer.config import RunConfig
+from titogym.trainer.config_file import load_config
 from titogym.trainer.training import run_training
 
 CONFIG = Path(__file__).with_name("config.toml")
