@@ -31,7 +31,7 @@ from titogym.trainer.buffer import BufferSettings
 from titogym.trainer.cluster import cluster
 from titogym.trainer.config import RolloutSection, RunConfig
 from titogym.trainer.drivers import DRIVERS
-from titogym.trainer.drivers.base import Parts
+from titogym.trainer.drivers.parts import Parts
 from titogym.trainer.episodes import Gateways
 from titogym.trainer.evaluation import DedicatedEngines
 from titogym.trainer.live import serving

@@ -15,7 +15,7 @@ from titogym.errors import UserError
 from titogym.trainer.config import RunConfig
 from titogym.trainer.config_file import parse_config
 from titogym.trainer.drivers import DRIVERS
-from titogym.trainer.drivers.base import Parts
+from titogym.trainer.drivers.parts import Parts
 from titogym.trainer.progress import Progress
 from titogym.trainer.runs import RunDirectory
 

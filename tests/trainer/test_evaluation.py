@@ -11,7 +11,7 @@ from tests.doubles.scripted_engine import ScriptedEngine
 from tests.trainer.test_asynchronous import Case, raise_at
 from tests.trainer.worlds import ACTIONS, Engine, World, episode, softmax
 from titogym.errors import UserError
-from titogym.trainer.drivers.base import Parts
+from titogym.trainer.drivers.parts import Parts
 from titogym.trainer.evaluation import DedicatedEngines
 from titogym.trainer.runs import RunDirectory
 

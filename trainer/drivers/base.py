@@ -12,15 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from titogym import dotted
-from titogym.envs.task import Task
 from titogym.errors import UserError
 from titogym.harnesses.episode import EpisodeResult
 from titogym.trainer.batch import Group, TrainBatch
@@ -28,82 +27,26 @@ from titogym.trainer.buffer import Buffer, BufferSettings, Reason
 from titogym.trainer.collate import add_advantages, minibatches, train_batch
 from titogym.trainer.config import RunConfig
 from titogym.trainer.consumption import Consumption
+from titogym.trainer.drivers.parts import Parts
 from titogym.trainer.drivers.steps import StepRecorder
-from titogym.trainer.evaluation import EvalEngines, Evaluation, Evaluator, evaluator
+from titogym.trainer.evaluation import Evaluation, Evaluator, evaluator
 from titogym.trainer.ledger import TaskLedger, TaskOrder
 from titogym.trainer.metrics import batch_figures, over_updates
 from titogym.trainer.progress import Progress, Status
 from titogym.trainer.records import episode_records, sample_records, spread
 from titogym.trainer.rollout import (
-    Announce,
     RolloutSettings,
     RolloutWorker,
-    RunEpisode,
     failure_cause,
     first_error,
     samples_of,
 )
 from titogym.trainer.runs import RunDirectory
 from titogym.trainer.storage import write_groups
-from titogym.trainer.trackers import Tracker
 
 T = TypeVar("T")
 _HEALTH_INTERVAL = 1.0  # seconds between looks at the child processes
 _LOOKS = 3  # for a process whose death made an update fail
-
-
-class Trainer(Protocol):
-    """The process that holds the weights in training. Every call blocks; one call at a time."""
-
-    def logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]: ...
-
-    def reference_logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]: ...
-
-    def values(self, batch: TrainBatch) -> list[NDArray[np.float32]]: ...
-
-    def train_step(self, batch: TrainBatch) -> dict[str, float]: ...
-
-    def publish_weights(self, version: int) -> dict[str, float]:
-        """Install the current weights in every engine as `version`."""
-        ...
-
-    def save(self, path: Path) -> None: ...
-
-    def save_hf(self, model_dir: Path) -> None: ...
-
-
-async def _nothing_to_mend() -> bool:
-    return False
-
-
-async def _nobody_to_let_in() -> None:
-    return
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a run works with, ready for use.
-
-    `run_episode` samples as training does, `run_eval_episode` as evaluation does. `token_text` shows one
-    token id. `check_health` raises `UserError` when a process that cannot be replaced has died; `mend`
-    replaces others, and says whether engines wait for the weights to be published, after which `let_in`
-    gives them requests again.
-    `announce` hears of the episodes that `run_episode` will be asked for next, where it can make use of it.
-    `eval_engines` are those that serve evaluation alone, where there are such.
-    """
-
-    trainer: Trainer
-    run_episode: RunEpisode
-    run_eval_episode: RunEpisode
-    tasks: Sequence[Task]
-    eval_tasks: Sequence[Task]
-    token_text: Callable[[int], str]
-    announce: Announce | None = None
-    check_health: Callable[[], None] = lambda: None
-    mend: Callable[[], Awaitable[bool]] = _nothing_to_mend
-    let_in: Callable[[], Awaitable[None]] = _nobody_to_let_in
-    eval_engines: EvalEngines | None = None
-    trackers: Sequence[Tracker] = ()
 
 
 class Driver(ABC):
