@@ -42,8 +42,8 @@ def test_two_ranks_work_as_one_until_one_is_killed(tmp_path):
         alone.init_random(TINY, 0)
         made = batch(DATA)
         for _ in range(2):
-            ours, theirs = trainer.train_step(made), alone.train_step(made)
-            assert ours["loss/policy"] == pytest.approx(theirs["loss/policy"], rel=1e-5)
+            together, single = trainer.train_step(made), alone.train_step(made)
+            assert together["loss/policy"] == pytest.approx(single["loss/policy"], rel=1e-5)
         for ours, theirs in zip(trainer.logprobs(made), alone.logprobs(made), strict=True):
             assert ours == pytest.approx(theirs, abs=1e-4)
         with pytest.raises(UserError, match=r"has no config\.json"):
@@ -58,7 +58,7 @@ def test_two_ranks_work_as_one_until_one_is_killed(tmp_path):
         with pytest.raises(TrainerError, match=r"rank 1 was killed by SIGKILL(.|\n)*trainer-rank1\.log"):
             [trainer.train_step(made) for _ in range(10_000)]
         assert time.monotonic() - begun < 60  # and not the 120 s that a collective may take
-        with pytest.raises(TrainerError, match="The trainer process ended"):
+        with pytest.raises(TrainerError, match="The trainer process (ended|was killed)"):
             trainer.step()
         assert_gone(other, *psutil.Process().children())
     finally:

@@ -23,6 +23,7 @@ from titogym import processes
 from titogym.errors import UserError
 from titogym.trainer.backends.base import BackendSpec
 
+_START = 300.0  # seconds for all ranks to load what they need
 _GRACE = 10.0  # seconds for the other ranks to fail too, once one has
 
 # How a call ended: its value, or the message of what it raised.
@@ -53,6 +54,7 @@ class Team:
 
     def __init__(self, spec: BackendSpec, log: Path, give_up: Callable[[str], None]) -> None:
         self._patience = spec.timeout
+        self._started = False
         self._give_up = give_up
         self._outcomes: queue.SimpleQueue[tuple[int, Outcome | None]] = queue.SimpleQueue()
         self._waiting = threading.Event()  # this rank has done its part of the call
@@ -79,6 +81,8 @@ class Team:
         self._waiting.set()
         outcomes: dict[int, Outcome] = {0: own}
         patience = self._patience if own[0] == "result" else _GRACE
+        if not self._started:
+            patience = max(patience, _START)
         while missing := self._ranks.keys() - outcomes.keys():
             try:
                 rank, outcome = self._outcomes.get(timeout=patience)
@@ -88,6 +92,7 @@ class Team:
             if outcome is None:
                 raise RanksLost(self._how_ended(rank))
             outcomes[rank] = outcome
+        self._started = True
         ends = {(kind, None if kind == "result" else value) for kind, value in outcomes.values()}
         if len(ends) > 1:
             raise RanksLost(f"the ranks did not agree{_said(outcomes)}")
