@@ -136,8 +136,8 @@ def test_random_lives_of_sessions(serve, tmp_path):
                 return
             stand.engine.faults.append(Fault("hang", 2))
             answers.append("never heard")
-            body = {"messages": follow(life.tail.history if life.tail else [], self.next()), "stream": stream}
-            raw = orjson.dumps(body)
+            messages = follow(life.tail.history if life.tail else [], self.next())
+            raw = orjson.dumps({"messages": messages, "stream": stream, "tools": TOOLS})
             url = urlsplit(life.base_url)
             known = len(stand.engine.requests)
             with socket.create_connection((url.hostname, url.port)) as connection:
