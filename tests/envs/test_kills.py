@@ -50,16 +50,17 @@ async def kill_drivers(rounds):
         load_images(address)
         backend = DockerBackend(address, image=BUSYBOX)
         await backend.reap()
-        for _ in range(rounds):
+        for number in range(1, rounds + 1):
             await asyncio.to_thread(run_and_kill, address, chance.random() * 4)
             reaped = await backend.reap()
             seen += len(reaped.destroyed)
-            assert reaped.failed == {}
+            assert reaped.failed == {}, reaped.failed
             left_over = everything(backend.engine.api)
             assert left_over == [], f"{left_over} after {reaped}"
+            if number % 20 == 0:
+                print(f"{number} kills left {seen} sandboxes, all of which the reaper destroyed", flush=True)
         await backend.close()
     assert seen > 0, "no sandbox was alive at any of the moments"
-    print(f"{rounds} kills left {seen} sandboxes, all of which the reaper destroyed")
 
 
 def run_and_kill(address, seconds):

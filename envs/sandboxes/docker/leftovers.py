@@ -31,17 +31,18 @@ async def reap(engine: Engine, settle: float) -> Reaped:
     failed: dict[str, str] = {}
     quiet = time.monotonic()
     while True:
-        found = await leftovers(engine) - failed.keys()
+        found = await leftovers(engine)
         for name in sorted(found):
             try:
                 await remove(engine, name)
                 destroyed.append(name)
-            except SandboxError as error:
+                failed.pop(name, None)
+            except SandboxError as error:  # tried again at the next look: it may have been in use just now
                 failed[name] = str(error)
         now = time.monotonic()
-        quiet = now if found else quiet
+        quiet = now if found - failed.keys() else quiet
         if now - quiet >= settle:
-            return Reaped(list(dict.fromkeys(destroyed)), failed)
+            return Reaped([name for name in dict.fromkeys(destroyed) if name not in failed], failed)
         await asyncio.sleep(min(_LOOK_SECONDS, settle))
 
 
