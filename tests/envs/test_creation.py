@@ -1,6 +1,7 @@
 """Creation is rate-limited and tried again; destruction is tried again; labels say whose a sandbox is."""
 
 import asyncio
+import sys
 import time
 from dataclasses import replace
 
@@ -130,6 +131,14 @@ def test_labels_tell_a_leftover():
     assert labels.abandoned({**elsewhere, labels.EXPIRES: "1000"})
     assert not labels.abandoned({**elsewhere, labels.EXPIRES: "never"})
     assert not labels.abandoned({labels.OWNER: str(dead)}), "it is not ours"
+
+
+async def test_without_the_sdk_there_is_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "docker", None)
+    made = registry.backend("docker", host="unix:///nowhere.sock")
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"pip install 'titogym\[docker\]'"):
+            await made.create(SandboxSpec())
 
 
 def test_backends_are_found_by_name():

@@ -124,7 +124,11 @@ class DockerBackend:
         """Connect and sweep up after dead drivers, once."""
         if self._opened is None:
             self._opened = asyncio.create_task(self._connect())
-        await asyncio.shield(self._opened)
+        try:
+            await asyncio.shield(self._opened)
+        except (UserError, EngineError):
+            self._opened = None  # the engine may be there next time
+            raise
 
     async def _connect(self) -> None:
         self._engine = await asyncio.to_thread(Engine, self._host)
