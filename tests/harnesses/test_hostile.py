@@ -131,7 +131,7 @@ async def test_whatever_it_does_its_turn_is_kept_and_judged(
     world: World, program: str, name: str, outcomes: set[str]
 ) -> None:
     world.script(call("touch /workspace/done"))
-    limits: dict[str, Any] = {"agent_seconds": 8.0, "memory_mb": 256, "storage_mb": 64, "processes": 64}
+    limits: dict[str, Any] = {"agent_seconds": 6.0, "memory_mb": 256, "storage_mb": 64, "processes": 64}
     result = await world.run(task(PASS_IF_DONE, **limits), habit(program, name))
     assert result.outcome in outcomes, result.error
     assert (result.turns, len(result.trajectories)) == (1, 1)
