@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--dir", type=Path, default=Path("runs/r3"))
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--demonstrations", type=int, default=4000)
+    parser.add_argument("--demonstrations", type=int, default=6000)
     arguments = parser.parse_args()
     if not (arguments.dir / "model" / "model.safetensors").exists():
         make_model(arguments.dir / "model", arguments.demonstrations)

@@ -58,7 +58,7 @@ def test_two_ranks_work_as_one_until_one_is_killed(tmp_path):
         with pytest.raises(TrainerError, match=r"rank 1 was killed by SIGKILL(.|\n)*trainer-rank1\.log"):
             [trainer.train_step(made) for _ in range(10_000)]
         assert time.monotonic() - begun < 60  # and not the 120 s that a collective may take
-        with pytest.raises(TrainerError, match="The trainer process (ended|was killed)"):
+        with pytest.raises(TrainerError, match=r"The trainer process (ended|was killed)"):
             trainer.step()
         assert_gone(other, *psutil.Process().children())
     finally:
