@@ -22,7 +22,7 @@ from titogym.envs.sandboxes.base import (
     SandboxSpec,
     Snapshot,
 )
-from titogym.envs.sandboxes.docker import commands, files, leftovers, volumes
+from titogym.envs.sandboxes.docker import commands, container, files, leftovers, volumes
 from titogym.envs.sandboxes.docker.engine import EngineError
 from titogym.envs.sandboxes.docker.images import BACKEND, Image
 from titogym.envs.sandboxes.docker.ports import Ports, open_ports
@@ -38,25 +38,10 @@ KILL_SECONDS = 5.0  # from killing a command until the whole container is killed
 SNAPSHOTS = "titogym-snapshot"  # repository of kept file systems
 HEIRS = "titogym-successor"  # repository of those that pass from a sandbox to its successor
 _MIB = 1 << 20
-_OWN_PROCESSES = 2  # the engine's init and what keeps the container alive
 _NOT_FOUND = 127
 _GONE = 404
-_OPEN_FILES = 16_384  # of one process
 _LOOK_SECONDS = 5.0  # between looks whether a command has ended without closing its output
-# What commands that install software, change users or serve need; none of it reaches beyond the container.
-_CAPABILITIES = [
-    "CHOWN",
-    "DAC_OVERRIDE",
-    "FOWNER",
-    "FSETID",
-    "KILL",
-    "NET_BIND_SERVICE",
-    "SETGID",
-    "SETUID",
-    "SYS_CHROOT",
-]
 _LOGS = {"agent/.keep": "", "verifier/.keep": ""}
-_OOM_COUNTERS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control")
 
 
 class DockerSandbox:
@@ -91,7 +76,7 @@ class DockerSandbox:
         """Create the container and start it."""
         if environment is None:
             environment = [f"{name}={value}" for name, value in self._variables().items()]
-        self._container = await self._create([*mounts, *self._binds()], list(environment))
+        self._container = await self._create(mounts, environment)
         if self._backend.storage is not None and not self._backend.limits_disk:
             self._backend.storage.add(self)
         await self._ensure_running()
@@ -208,44 +193,19 @@ class DockerSandbox:
 
     # --- the container
 
-    async def _create(self, mounts: list[Mapping[str, object]], environment: list[str]) -> str:
-        api, limits, spec = self._engine.api, self._spec.limits, self._spec
-        from docker import types
-
+    async def _create(self, mounts: Sequence[Mapping[str, object]], environment: Sequence[str]) -> str:
         def create() -> str:
-            host = api.create_host_config(
-                init=True,
-                network_mode=self._backend.network if spec.network == "open" else "none",
-                mem_limit=limits.memory_mb * _MIB,
-                memswap_limit=limits.memory_mb * _MIB,
-                shm_size=limits.memory_mb * _MIB,
-                nano_cpus=round(limits.cpus * 1e9),
-                pids_limit=limits.processes + _OWN_PROCESSES,
-                cap_drop=["ALL"],
-                cap_add=_CAPABILITIES,
-                security_opt=["no-new-privileges"],
-                ulimits=[
-                    types.Ulimit(name="fsize", soft=limits.storage_mb * _MIB, hard=limits.storage_mb * _MIB),
-                    types.Ulimit(name="core", soft=0, hard=0),
-                    types.Ulimit(name="nofile", soft=_OPEN_FILES, hard=_OPEN_FILES),
-                ],
-                mounts=mounts,
-                storage_opt={"size": f"{limits.storage_mb}M"} if self._backend.limits_disk else None,
-            )
-            made = api.create_container(
+            return container.create(
+                self._engine.api,
                 self._image.reference,
-                entrypoint=["sleep", "2147483647"],
-                command=[],
-                name=f"titogym-{self.id}",
-                hostname="sandbox",
+                f"titogym-{self.id}",
+                self._spec,
                 labels=self._labels,
                 environment=environment,
-                working_dir=spec.workdir,
-                healthcheck={"test": ["NONE"]},
-                host_config=host,
-                use_config_proxy=False,
+                mounts=mounts,
+                network=self._backend.network,
+                limit_disk=self._backend.limits_disk,
             )
-            return str(made["Id"])
 
         try:
             return await self._engine.call(create)
@@ -256,12 +216,6 @@ class DockerSandbox:
             self._backend.limits_disk = False
             log.info("the engine's storage driver has no limits: who fills the disk is killed instead")
         return await self._engine.call(create)
-
-    def _binds(self) -> list[Mapping[str, object]]:
-        return [
-            {"Type": "bind", "Source": str(mount.source.resolve()), "Target": mount.target, "ReadOnly": True}
-            for mount in self._spec.mounts
-        ]
 
     def _variables(self) -> dict[str, str]:
         return {**environment_of(self._spec), **self._spec.env, commands.MARK: commands.MAIN}
@@ -405,22 +359,24 @@ class DockerSandbox:
         if not self._running:
             return 0
         found = await self._engine.call(self._engine.api.stats, self._container, stream=False, one_shot=True)
-        return max(0, int((found.get("pids_stats") or {}).get("current") or 0) - _OWN_PROCESSES)
+        return max(0, int((found.get("pids_stats") or {}).get("current") or 0) - container.OWN_PROCESSES)
 
     async def _ran_out_of_memory(self, status: int) -> bool:
         """Whether the kernel has killed something in here since this was last asked."""
-        text = await asyncio.to_thread(_counters_from_outside, self._pid) if self._engine.here else None
+        text = (
+            await asyncio.to_thread(container.counters_from_outside, self._pid) if self._engine.here else None
+        )
         if text is None:
             if status != OUT_OF_MEMORY or not self._running:
                 return False
             text = await self._counters_from_inside()
-        kills = next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
+        kills = container.oom_kills(text)
         more, self._oom_kills = kills > self._oom_kills, kills
         return more
 
     async def _counters_from_inside(self) -> str:
         captured = commands.Captured(1 << 16)
-        line = ["/bin/sh", "-c", f"cat {' '.join(_OOM_COUNTERS)} 2>/dev/null"]
+        line = ["/bin/sh", "-c", f"cat {' '.join(container.OOM_COUNTERS)} 2>/dev/null"]
         running = await self._begin(line, "/", {}, False)
         try:
             await self._attend(running, None, captured, KILL_SECONDS)
@@ -458,14 +414,6 @@ class DockerSandbox:
         await heir.start(
             mounts=mounts, environment=[*(f"{key}={value}" for key, value in variables.items()), *dropped]
         )
-
-
-def _counters_from_outside(pid: int) -> str | None:
-    """The memory counters of the container of process `pid`. None where they cannot be seen."""
-    for path in _OOM_COUNTERS:
-        with suppress(OSError):
-            return Path(f"/proc/{pid}/root{path}").read_text()
-    return None
 
 
 def _unpack(spool: IO[bytes], name: str, target: Path) -> None:
