@@ -37,7 +37,7 @@ async def main():
 
 asyncio.run(main())
 """
-ROUNDS = int(os.environ.get("TITOGYM_TEST_DOCKER_KILLS", "6"))
+ROUNDS = int(os.environ.get("TITOGYM_TEST_DOCKER_KILLS", "4"))
 
 
 def test_sigkill_at_random_moments():
