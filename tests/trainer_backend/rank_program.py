@@ -65,8 +65,9 @@ CASES = [
 ]
 
 
-def spec(changes: dict[str, Any], layout: Layout | None = None) -> BackendSpec:
+def spec(kind: str, changes: dict[str, Any], layout: Layout | None = None) -> BackendSpec:
     return BackendSpec(
+        value_head=kind == "llama-untied",
         optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, warmup_steps=2),
         loss=LossConfig(entropy_coefficient=0.01),
         microbatch_tokens=100,
@@ -78,9 +79,11 @@ def spec(changes: dict[str, Any], layout: Layout | None = None) -> BackendSpec:
 
 
 def data(seed: int, routes: bool) -> TrainBatch:
-    made = batch([3, 60, 17, 90, 2, 41, 33], seed=seed, temperature=0.7)
+    # The last step has one sequence only, so that some data ranks have nothing to score.
+    made = batch([3, 60, 17, 90, 2, 41, 33] if seed < 3 else [50], seed=seed, temperature=0.7)
+    rng = np.random.default_rng(seed + 100)
+    made.returns = [rng.normal(size=len(row)).astype(np.float32) for row in made.tokens]
     if routes:
-        rng = np.random.default_rng(seed + 100)
         made.routes = [
             np.argsort(rng.random((len(row) - 1, 2, EXPERTS)), axis=-1)[..., :TOP_K].astype(np.uint8)
             for row in made.tokens
@@ -96,7 +99,7 @@ def steps(backend: SteppingBackend, first: int, count: int, routes: bool) -> lis
 
 def reference(kind: str, routes: bool, directory: Path) -> dict[str, Any]:
     """The same with one rank: what every layout has to see, with its checkpoint after two steps."""
-    backend = MegatronBackend(spec({"replay_routes": routes}))
+    backend = MegatronBackend(spec(kind, {"replay_routes": routes}))
     backend.load_hf(directory / kind)
     where = directory / f"{kind}-{routes}"
     logprobs = [row.tolist() for row in backend.logprobs(data(0, routes))]
@@ -109,7 +112,7 @@ def reference(kind: str, routes: bool, directory: Path) -> dict[str, Any]:
 
 def observe(case: Case, directory: Path) -> dict[str, Any]:
     expected = directory / f"{case.kind}-{case.routes}"
-    backend = case.backend(spec(case.changes | {"replay_routes": case.routes}, case.layout))
+    backend = case.backend(spec(case.kind, case.changes | {"replay_routes": case.routes}, case.layout))
     backend.load_hf(directory / case.kind)
     seen: dict[str, Any] = {}
     loaded = load_file(directory / case.kind / "model.safetensors")

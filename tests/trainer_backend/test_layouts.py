@@ -124,7 +124,7 @@ def test_a_resume_is_exact_in_the_same_layout_and_close_from_another(case, runs)
 def test_one_rank_goes_on_from_many(name, runs):
     (case,) = [case for case in CASES if case.name == name]
     runs.observed(case)
-    backend = case.backend(spec({"replay_routes": case.routes}))
+    backend = case.backend(spec(case.kind, {"replay_routes": case.routes}))
     backend.load_hf(runs.directory / case.kind)
     backend.load(runs.directory / "checkpoints" / name)
     expected = runs.reference(case.kind, case.routes)
@@ -147,10 +147,10 @@ def test_a_model_that_cannot_be_cut_so_is_refused(kind, layout, named, runs, mon
     monkeypatch.setattr(backend, "join_world", lambda spec: torch.device("cpu"))
     monkeypatch.setattr(parallel, "arrange", lambda layout, timeout: None)
     with pytest.raises(UserError, match=named):
-        MegatronBackend(spec({}, layout)).load_hf(runs.directory / kind)
+        MegatronBackend(spec(kind, {}, layout)).load_hf(runs.directory / kind)
 
 
 def test_a_layout_needs_its_ranks(runs):
     runs.reference("qwen3-tied", False)
     with pytest.raises(UserError, match="TP2 needs 2 ranks, and there are 1"):
-        MegatronBackend(spec({}, Layout(tensor=2))).load_hf(runs.directory / "qwen3-tied")
+        MegatronBackend(spec("qwen3-tied", {}, Layout(tensor=2))).load_hf(runs.directory / "qwen3-tied")

@@ -96,7 +96,8 @@ class FsdpBackend(SteppingBackend):
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
         for block in _blocks(model):
             fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+        # Also the outermost part, so that between calls every weight is the part that the optimizer knows.
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
 
     def _make_optimizer(self) -> None:
         settings = self.spec.optimizer
