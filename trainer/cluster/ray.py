@@ -11,6 +11,7 @@ every node: a shared file system, or one machine.
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ except ImportError:
     raise UserError('cluster.kind = "ray" needs Ray: pip install "titogym[ray]"') from None
 
 _GRACE = 10.0  # seconds for a server to end by itself
+_PATIENCE = 60.0  # seconds for a busy cluster to make room
 _CONCURRENT = 1000  # calls of one rollout actor at once: more than any run has in flight
 
 
@@ -260,15 +262,19 @@ class OnRay:
         self._config = config
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
+            _meet(config.cluster.address)
             ray.init(
                 address=config.cluster.address,
-                ignore_reinit_error=True,
                 include_dashboard=False,
                 log_to_driver=False,
             )
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise UserError(f"No Ray cluster could be joined or started: {_first_line(error)}") from None
-        self._group = self._reserve()
+        try:
+            self._group = self._reserve()
+        except BaseException:
+            ray.shutdown()
+            raise
 
     def engine(
         self, number: int, options: EngineOptions, log: Path, timeout: float, report: Report
@@ -322,15 +328,22 @@ class OnRay:
         if self._config.engine.placement == "disaggregated" and not self._config.engine.urls:
             engine = {"CPU": 1.0} | ({"GPU": float(self._config.engine.tensor_parallel)} if gpus else {})
             bundles += [engine] * self._config.engine.count
-        wanted = sum((one.get("GPU", 0) for one in bundles), 0.0)
         if not gpus:  # processes share the cores of a small machine
             bundles = [{"CPU": 0.1} for _ in bundles]
+        there = ray.cluster_resources()
+        for kind in ("GPU", "CPU"):
+            wanted = sum(bundle.get(kind, 0.0) for bundle in bundles)
+            if wanted > there.get(kind, 0.0):
+                raise UserError(
+                    f"The Ray cluster has no room for {len(bundles)} bundles with {wanted:.0f} {kind}s: "
+                    f"it has {there.get(kind, 0.0):.0f}. Lower trainer.*_parallel or engine.count."
+                )
         group = placement_group(bundles, strategy="PACK")
-        if not group.wait(30):
+        if not group.wait(_PATIENCE):
             remove_placement_group(group)
             raise UserError(
-                f"The Ray cluster has no room for {len(bundles)} bundles with {wanted:.0f} GPUs: it has "
-                f"{ray.cluster_resources().get('GPU', 0):.0f}. Lower trainer.*_parallel or engine.count."
+                f"The Ray cluster has not made room for {len(bundles)} bundles in {_PATIENCE:.0f} s: other "
+                "work holds its devices, or no node has enough of them for the trainer."
             )
         return group
 
@@ -349,6 +362,13 @@ class OnRay:
     def _actor(self, kind: type, bundle: int, gpus: float) -> Any:
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         return ray.remote(num_cpus=0, num_gpus=gpus)(kind).options(scheduling_strategy=place)
+
+
+def _meet(address: str | None) -> None:
+    """Raises `OSError` when nobody listens at HOST:PORT; Ray would try for minutes."""
+    host, colon, port = (address or "").rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host.rpartition("/")[2], int(port)), timeout=10.0).close()
 
 
 def _get(asked: Any) -> Any:
