@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from tests.trainer import drive
-from tests.trainer.whole_run import left_behind, write_config
+from tests.trainer.whole_run import engine_for, left_behind, write_config
 from titogym.trainer import report
 from titogym.trainer.cluster import local
 from titogym.trainer.config_file import load_config
@@ -103,3 +103,43 @@ def test_a_run_killed_and_interrupted_leaves_nothing_and_goes_on(model_dir, engi
     assert run.status() is None
     steps = [record["step"] for record in run.metrics()]
     assert steps == list(range(1, len(steps) + 1))
+
+
+def test_a_synchronous_run_with_a_value_head_and_evaluation_on_its_own_engine(
+    model_dir, engine, directory, monkeypatch
+):
+    monkeypatch.setattr(local, "TrainerProcess", drive.VersionOnlyTrainer)
+    with engine_for(model_dir) as other:
+        path = write_config(directory, model_dir, engine, steps=2)
+        settings = {
+            "run.driver": "sync",
+            "eval.place": "dedicated",
+            "eval.urls": f'["{other.url}"]',
+            "eval.every": 1,
+            "algorithm.advantage": "gae",
+            "algorithm.kl": "reward",
+            "algorithm.entropy_coefficient": 0.01,
+            "tracking.tensorboard": "true",
+            "tracking.port": 0,
+        }
+        config = load_config(path, [f"{key}={value}" for key, value in settings.items()])
+        with (directory / "out.txt").open("w") as out:
+            run = run_training(config, Console(file=out, width=160))
+        assert [(e["version"], e["versions"]) for e in run.evaluations()] == [
+            (version, [str(version)]) for version in range(3)
+        ]
+        # Each engine served one side alone.
+        temperatures = [
+            {request["sampling_params"]["temperature"] for request in one.requests} for one in (engine, other)
+        ]
+        assert temperatures == [{1.0}, {0.0}]
+    for record in run.metrics():
+        assert record["staleness/old_max"] == 0
+        assert record["loss/value"] > 0
+        assert record["loss/entropy"] > 0
+        assert sum(record["histogram"].values()) == record["loss/tokens"]
+    assert run.metrics()[0]["loss/kl_reference"] == 0
+    assert run.metrics()[-1]["loss/kl_reference"] > 0
+    assert list((run.path / "tensorboard").iterdir())
+    assert "Watch this run at http://127.0.0.1:" in (directory / "out.txt").read_text()
+    assert left_behind(directory) == []

@@ -53,8 +53,7 @@ def model_dir(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def engine(model_dir) -> Iterator[ScriptedEngine]:
+def engine_for(model_dir: Path) -> ScriptedEngine:
     """Writes the word that the task asks for, or another one, and then says that it is done."""
     tokenizer = Tokenizer.load(model_dir)
     dice = random.Random(0)
@@ -68,9 +67,12 @@ def engine(model_dir) -> Iterator[ScriptedEngine]:
         call = {"name": "bash", "arguments": {"command": command}}
         return f"<tool_call>{json.dumps(call)}</tool_call><|im_end|>"
 
-    with ScriptedEngine(
-        script, tokenizer=tokenizer, context_length=CONTEXT, model_path=str(model_dir)
-    ) as engine:
+    return ScriptedEngine(script, tokenizer=tokenizer, context_length=CONTEXT, model_path=str(model_dir))
+
+
+@pytest.fixture
+def engine(model_dir) -> Iterator[ScriptedEngine]:
+    with engine_for(model_dir) as engine:
         yield engine
 
 
