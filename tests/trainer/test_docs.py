@@ -1,15 +1,21 @@
 """What the pages about training name is there: figures, keys, links."""
 
 import re
+import tomllib
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from titogym.trainer.config_file import sections
+from titogym.trainer.advantages import Experience
+from titogym.trainer.batch import Group, Sample
+from titogym.trainer.config import AlgorithmSection
+from titogym.trainer.config_file import parse_config, sections
 from titogym.trainer.metrics import MEANINGS
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("asynchrony.md", "contracts.md", "metrics.md", "troubleshooting.md")
+PAGES = ("asynchrony.md", "contracts.md", "learning.md", "metrics.md", "troubleshooting.md")
 GROUPS = {name.partition("/")[0] for name in MEANINGS} | {"eval"}
 
 
@@ -33,6 +39,29 @@ def test_every_key_that_a_page_names_exists(page):
             table, key = match.groups()
             if table in tables and not text.endswith(("json", "jsonl", "html")) and key != "dir":
                 assert key in tables[table], text
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (DOCS / page).read_text(), flags=re.S)
+
+
+@pytest.mark.parametrize("recipe", blocks("learning.md", "toml"))
+def test_every_recipe_is_a_valid_configuration(recipe):
+    needed = {"run": {"dir": "d", "steps": 1}, "model": {"dir": "m"}, "environment": {"source": "shell"}}
+    parse_config({**needed, **tomllib.loads(recipe)})
+
+
+def test_functions_of_ones_own_work_as_the_page_shows_them():
+    own: dict[str, Any] = {}
+    for source in blocks("learning.md", "python"):
+        exec(source, own)
+    samples = [Sample([1] * 4, [0, 1, 1, 1], [0.0] * 4, [], 1.0), Sample([1] * 2, [0, 1], [0.0] * 2, [], 0.0)]
+    masks = [np.array(sample.loss_mask) > 0 for sample in samples]
+    experience = Experience([Group("t", samples)], masks, [np.zeros(len(mask)) for mask in masks])
+    first, second = own["shorter_is_better"](experience, AlgorithmSection())
+    np.testing.assert_allclose(first, [0, 0.997, 0.997, 0.997])
+    np.testing.assert_allclose(second, [0, -0.001])
+    assert own["long_enough"](experience.groups[0]) == "too short"
 
 
 @pytest.mark.parametrize("page", PAGES)
