@@ -4,6 +4,7 @@ The task's metadata names the grader and what it needs (see `jsonl_tasks`), so t
 """
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -106,7 +107,7 @@ def _taken(function: Callable[..., Any], facts: Mapping[str, Any]) -> dict[str, 
     return {name: fact for name, fact in facts.items() if name in parameters}
 
 
-def _exact(answer: str | float, ignore_case: bool = False) -> Grader:
+def _exact(answer: str | int | float, ignore_case: bool = False) -> Grader:
     return graders.exact(str(answer), ignore_case=ignore_case)
 
 
@@ -116,14 +117,17 @@ def _numeric(answer: float, tolerance: float = 0.0) -> Grader:
 
 def _regex(answer: str) -> Grader:
     """The record's answer is the pattern."""
-    return graders.regex(answer)
+    try:
+        return graders.regex(answer)
+    except re.error as error:
+        raise UserError(f"The answer {answer!r} is no regular expression: {error}.") from None
 
 
 def _judge(
     question: str,
     base_url: str,
     model: str,
-    answer: str | float | None = None,
+    answer: str | int | float | None = None,
     criterion: str = "The submission answers the question correctly.",
     api_key_env: str = "OPENAI_API_KEY",
 ) -> Grader:

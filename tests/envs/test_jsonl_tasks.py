@@ -69,6 +69,17 @@ async def test_graders_by_name_and_of_ones_own(tmp_path):
     assert await reward(f"grader={__name__}:half", "Yes") == 0.5
 
 
+async def test_a_number_as_the_exact_answer(tmp_path):
+    path = write(tmp_path / "q.jsonl", {"question": "?", "answer": 4})
+    assert (await graded(registry.tasks(str(path))[0], "4")).reward == 1
+
+
+def test_a_pattern_that_is_none_is_named(tmp_path):
+    path = write(tmp_path / "q.jsonl", {"question": "?", "answer": "("})
+    with pytest.raises(UserError, match=r"q\.jsonl:1: The answer '\(' is no regular expression"):
+        registry.tasks(f"{path}?grader=regex")
+
+
 def test_splits_of_the_records(tmp_path):
     path = write(
         tmp_path / "q.jsonl",
