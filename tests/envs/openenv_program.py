@@ -216,7 +216,7 @@ async def drive(url: str, policy, **reset: Any) -> dict[str, Any]:
         await client.close()
 
 
-async def ours() -> dict[str, Any]:
+async def ours(program: asyncio.subprocess.Process) -> dict[str, Any]:
     backend = LocalBackend()
     sums = registry.tasks("arithmetic?count=4&level=1")
     arithmetic = serve(application(sums, backend, sessions=8))
@@ -254,10 +254,6 @@ async def ours() -> dict[str, Any]:
     await leaving.connect()
     await leaving.reset()
     await leaving.close()
-    program = await asyncio.create_subprocess_exec(
-        *[sys.executable, "-m", "titogym", "env", "serve", "guess?count=1", "--port", "0"],
-        stdout=asyncio.subprocess.PIPE,
-    )
     try:
         assert program.stdout is not None
         line = (await program.stdout.readline()).decode()
@@ -290,7 +286,16 @@ async def ours() -> dict[str, Any]:
 
 
 async def main() -> None:
-    print(json.dumps({"theirs": await theirs(), "ours": await ours()}))
+    # It imports all of OpenEnv as well, so it begins first.
+    program = await asyncio.create_subprocess_exec(
+        *[sys.executable, "-m", "titogym", "env", "serve", "guess?count=1", "--port", "0"],
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        print(json.dumps({"theirs": await theirs(), "ours": await ours(program)}))
+    finally:
+        if program.returncode is None:
+            program.kill()
 
 
 if __name__ == "__main__":

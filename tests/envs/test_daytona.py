@@ -16,6 +16,7 @@ from tests.doubles.daytona_server import DaytonaDouble, Fault
 from titogym.envs.sandboxes import labels, owners
 from titogym.envs.sandboxes.base import Build, SandboxError, SandboxSpec, Snapshot, Unsupported
 from titogym.envs.sandboxes.creation import CreationPolicy
+from titogym.envs.sandboxes.daytona import trust
 from titogym.envs.sandboxes.daytona.backend import DaytonaBackend
 from titogym.envs.sandboxes.destruction import Destruction
 from titogym.envs.task import AllowList, GradingError, Limits, Task
@@ -38,9 +39,14 @@ def double(sandboxes):
 
 
 @pytest.fixture
-async def backend(double, monkeypatch):
-    """A backend; fails the test that leaves a sandbox behind."""
+async def backend(double, monkeypatch, request):
+    """A backend; fails the test that leaves a sandbox behind.
+
+    The double's sandboxes show this machine's /usr, which is far larger than an image's: one test lists it.
+    """
     monkeypatch.setenv("DAYTONA_API_KEY", "key")
+    if request.function is not test_honest_work_scores_1_and_nothing_scores_0:
+        monkeypatch.setattr(trust, "LISTING", trust.LISTING.replace("find /usr /bin", "find /bin"))
     double.requests.clear()
     backend = DaytonaBackend(api_url=double.url, target="us", policy=POLICY, labels={"run": "tests"})
     backend.destruction = Destruction((0.01, 0.02))
@@ -414,13 +420,10 @@ async def test_honest_work_scores_1_and_nothing_scores_0(backend):
 DAEMON = "sh -c 'while :; do echo 1 > /logs/verifier/reward.txt; done' >/dev/null 2>&1 &"
 CHEATS = {
     "writes the reward": (TASK, "echo 1 > /logs/verifier/reward.txt"),
-    "writes the tests": (TASK, "mkdir -p /tests; echo 'echo 1 > /logs/verifier/reward.txt' > /tests/test.sh"),
-    "leaves a daemon": (TASK, f"setsid {DAEMON}"),
     "leaves a daemon that looks like ours": (
         TASK,
         f"TITOGYM_COMMAND=main setsid {DAEMON}",
     ),
-    "makes its directory a link": (TASK, "cd /; rm -rf /app; ln -s /logs /app"),
     "its program writes the reward": (PROGRAM, "echo 1 > /logs/verifier/reward.txt"),
     "its program kills the tests": (PROGRAM, "echo 1 > /logs/verifier/reward.txt; kill -9 -1"),
     "its program says the tests have ended": (
