@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.trainer_backend.models import SIZES, batch
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.megatron.backend import MegatronBackend
-from titogym.trainer.backends.packing import microbatches, scatter
+from titogym.trainer.backends.packing import Share, length, microbatches, scatter
 from titogym.trainer.config import OptimizerConfig
 
 pytestmark = pytest.mark.train
@@ -68,7 +68,49 @@ def test_the_step_does_not_depend_on_the_cut(old):
     assert whole["trainer/microbatches"] == 1
     assert results[1][0]["trainer/microbatches"] == len(made)
     for metrics, tensors in results.values():
+        assert abs(metrics["loss/policy"] - whole["loss/policy"]) <= 1e-6
         for name in whole.keys() - {"trainer/microbatches", "trainer/step_seconds"}:
             assert metrics[name] == pytest.approx(whole[name], rel=1e-4, abs=1e-6), name
         for name, tensor in tensors.items():
             torch.testing.assert_close(tensor, weights[name], atol=2e-5, rtol=0)
+
+
+@given(
+    st.lists(masks, min_size=1, max_size=12),
+    st.integers(1, 64),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 2]),
+)
+@settings(max_examples=60, deadline=None)
+def test_ranks_share_a_batch_without_gap_or_overlap(marked, budget, data_size, context_size):
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(0, 1000, len(mask)).astype(np.int32) for mask in marked]
+    weights = [np.asarray(mask, dtype=np.float32) for mask in marked]
+    routes = [rng.integers(0, 9, (len(row) - 1, 2, 3)).astype(np.uint8) for row in tokens]
+    seen = [np.zeros_like(part) for part in weights]
+    counts, loads = set(), []
+    for data_rank in range(data_size):
+        plans = [
+            microbatches(
+                tokens, weights, budget, CPU, Share(data_rank, data_size, rank, context_size, 2), routes
+            )
+            for rank in range(context_size)
+        ]
+        counts |= {len(plan) for plan in plans}
+        loads.append(sum(int(micro.real.sum()) for plan in plans for micro in plan))
+        for parts in zip(*plans, strict=True):
+            whole = torch.cat([part.mine for part in parts]).sort().values
+            assert whole.tolist() == list(range(parts[0].scored))  # each scored entry on one context rank
+            for part in parts:
+                assert part.tokens.numel() % 2 == 0
+                assert part.bounds[-1] == part.tokens.numel() * context_size
+                assert part.routes is not None
+                assert part.routes.shape == (part.tokens.numel(), 2, 3)
+                assert (part.routes[~part.real] == torch.arange(3)).all()
+            for sequence, entries in parts[0].members:
+                seen[sequence][entries] += 1
+    assert len(counts) == 1  # every rank passes equally often through the model
+    longest = max(length(mask) for mask in weights)
+    assert max(loads) - min(loads) <= longest
+    for mask, found in zip(weights, seen, strict=True):
+        assert (mask == found).all()
