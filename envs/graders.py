@@ -23,7 +23,7 @@ Grader = Callable[[str], Awaitable[Grade]]
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _FENCE = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
-_NUMBER_CHARACTERS = 400  # longest number that is read
+_NUMBER_CHARACTERS = 300  # longest number that is read
 
 
 def exact(expected: str, *, ignore_case: bool = False) -> Grader:
@@ -55,7 +55,7 @@ def numeric(expected: float, *, tolerance: float = 0.0) -> Grader:
     def close(answer: str) -> tuple[bool, dict[str, Any]]:
         numbers = _NUMBER.findall(answer)
         last = numbers[-1].replace(",", "") if numbers else ""
-        found = float(last) if 0 < len(last) <= _NUMBER_CHARACTERS else None
+        found = _number(last) if 0 < len(last) <= _NUMBER_CHARACTERS else None
         return found is not None and abs(found - expected) <= tolerance, {
             "expected": expected,
             "found": found,
@@ -169,6 +169,11 @@ def check_weights(weights: Mapping[str, float]) -> float:
     if wrong := [name for name, weight in weights.items() if not 0 < weight < math.inf]:
         raise ValueError(f"the weight of {wrong[0]!r} is {weights[wrong[0]]!r}; weights are positive")
     return math.fsum(weights.values())
+
+
+def _number(text: str) -> float:
+    """Whole numbers stay exact, however long they are."""
+    return int(text) if text.lstrip("+-").isdecimal() else float(text)
 
 
 def _judge(name: str, judge: Callable[[str], tuple[bool, dict[str, Any]]]) -> Grader:

@@ -111,7 +111,7 @@ def _exact(answer: str | int | float, ignore_case: bool = False) -> Grader:
     return graders.exact(str(answer), ignore_case=ignore_case)
 
 
-def _numeric(answer: float, tolerance: float = 0.0) -> Grader:
+def _numeric(answer: int | float, tolerance: float = 0.0) -> Grader:
     return graders.numeric(answer, tolerance=tolerance)
 
 

@@ -111,6 +111,13 @@ async def test_a_function_that_fails_is_a_grading_error():
         await by(lambda answer: 1 / 0)("x")
 
 
+async def test_long_whole_numbers_are_compared_digit_by_digit():
+    assert (await numeric(10**20 + 1)(f"{10**20 + 1}")).reward == 1
+    assert (await numeric(10**20 + 1)(f"{10**20}")).reward == 0
+    assert (await numeric(4)("4.0")).reward == 1
+    assert (await numeric(0.5)("9" * 300)).reward == 0
+
+
 async def test_a_number_without_end_is_none():
     assert (await numeric(1)("9" * 100_000)).evidence["found"] is None
 
