@@ -33,7 +33,7 @@ def _any(names: tuple[str, ...], condition: str = "") -> str:
 
 # Directories of the system are the sandbox's matter: they are new for the tests, or remarked on.
 _SCAN = rf"""
-digest() {{ cksum 2>/dev/null || wc -c; }}
+digest() {{ md5sum 2>/dev/null || cksum 2>/dev/null || wc -c; }}
 workdir=$1
 set --
 for top in /* /.[!.]*; do
