@@ -12,9 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from tests.doubles.scripted_engine import ScriptedEngine
 from tests.harnesses.world import World, call, processes, say
 from titogym.cli.attempting import key_values
+from titogym.cli.main import app
 from titogym.errors import UserError
 from titogym.gateway.launch import GatewayProcess
 
@@ -153,15 +156,22 @@ async def test_tokens_are_shown_one_by_one(world: World, cli: Cli, task_dir: Pat
         (["--engine", "ENGINE", "--family", "latin"], "latin"),
     ],
 )
-async def test_what_cannot_be_run_is_refused_in_one_sentence(
-    world: World, cli: Cli, task_dir: Path, words: list[str], sentence: str
+def test_what_cannot_be_run_is_refused_in_one_sentence(
+    engine: ScriptedEngine, task_dir: Path, words: list[str], sentence: str
 ) -> None:
-    done = await cli(str(task_dir), *(word.replace("ENGINE", world.engine.url) for word in words))
-    assert done.returncode == 2
-    assert done.stderr.startswith("titogym: ")
-    assert sentence in done.stderr
+    words = [word.replace("ENGINE", engine.url) for word in words]
+    done = CliRunner().invoke(app, ["run", str(task_dir), *words])
+    assert isinstance(done.exception, UserError), done.output
+    assert sentence in str(done.exception)
+    assert len(str(done.exception).splitlines()) == 1
+    assert done.output == ""
+
+
+async def test_a_refusal_is_one_line_and_status_2(cli: Cli, task_dir: Path) -> None:
+    done = await cli(str(task_dir), "--engine", "http://127.0.0.1:1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("titogym: No SGLang engine answers at http://127.0.0.1:1")
     assert len(done.stderr.strip().splitlines()) == 1
-    assert done.stdout == ""
 
 
 async def test_a_task_without_tests_is_refused(world: World, cli: Cli, task_dir: Path) -> None:
@@ -211,7 +221,7 @@ async def test_an_interrupted_run_leaves_no_process(
 
 def name_of(process: psutil.Process) -> str:
     try:
-        return process.name()
+        return str(process.name())
     except psutil.NoSuchProcess:
         return ""
 
