@@ -15,7 +15,7 @@ from titogym.trainer.config_file import parse_config, sections
 from titogym.trainer.metrics import MEANINGS
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ("asynchrony.md", "contracts.md", "learning.md", "metrics.md", "troubleshooting.md")
+PAGES = ("asynchrony.md", "backends.md", "contracts.md", "learning.md", "metrics.md", "troubleshooting.md")
 GROUPS = {name.partition("/")[0] for name in MEANINGS} | {"eval"}
 
 
