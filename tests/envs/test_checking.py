@@ -109,5 +109,5 @@ def test_reap_says_what_it_did(run, sandboxes):
     left = sandboxes / f"{me.namespace}-{me.pid}-{me.started - 1}-0123456789ab"
     (left / "root").mkdir(parents=True)
     done = run("reap")
-    assert "Destroyed 1 sandboxes" in done.output
+    assert "local: destroyed 1 leftovers" in done.output
     assert not left.exists()
