@@ -60,10 +60,9 @@ def application(run: RunDirectory) -> Starlette:
         )
 
     def metrics(request: Request) -> Response:
-        steps = run.metrics()
-        return PlainTextResponse(
-            prometheus_text(steps[-1] if steps else None, MEANINGS), media_type="text/plain; version=0.0.4"
-        )
+        steps, scores = run.metrics(), [done["score"] for done in run.evaluations()]
+        last = {**steps[-1], "eval/score": scores[-1] if scores else None} if steps else None
+        return PlainTextResponse(prometheus_text(last, MEANINGS), media_type="text/plain; version=0.0.4")
 
     def file(request: Request) -> Response:
         path = request.url.path

@@ -21,7 +21,7 @@ from torch import Tensor
 from titogym import dotted
 from titogym.trainer import kl
 from titogym.trainer.batch import TrainBatch
-from titogym.trainer.bins import HISTOGRAM
+from titogym.trainer.bins import HISTOGRAM, tokens_of
 from titogym.trainer.config import LossConfig
 from titogym.trainer.corrections import correction_metrics, correction_weights, sequence_means
 
@@ -215,8 +215,7 @@ def combine_metrics(parts: Sequence[dict[str, float]]) -> dict[str, float]:
         elif name.endswith("_max"):
             combined[name] = max(values)
         else:
-            own = f"{name.rpartition('/')[0]}/tokens"
-            tokens = [part.get(own, part["loss/tokens"]) for part in having]
+            tokens = [tokens_of(name, part) for part in having]
             weighted = sum(value * count for value, count in zip(values, tokens, strict=True))
             combined[name] = weighted / sum(tokens) if sum(tokens) else 0.0
     return combined

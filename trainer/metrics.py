@@ -2,12 +2,12 @@
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from titogym.trainer.batch import Group
-from titogym.trainer.bins import HISTOGRAM, LAG_BUCKETS
+from titogym.trainer.bins import HISTOGRAM, LAG_BUCKETS, tokens_of
 from titogym.trainer.buffer import Buffer, age
 from titogym.trainer.rollout import RolloutWorker
 
@@ -75,6 +75,7 @@ MEANINGS = {
     "r3/agreement": "share of the engine's experts that the trainer took, by replay",
     "optimizer/grad_norm": "norm of the gradient before clipping",
     "optimizer/lr": "learning rate",
+    "eval/score": "held-out reward, at the step of the weights that earned it",
     "publish/prepare_seconds": "seconds to gather the weights under their public names",
     "publish/pause_seconds": "seconds to pause generation",
     "publish/stage_seconds": "seconds to bring the weights to the engines while they generate",
@@ -190,19 +191,22 @@ def batch_figures(groups: Sequence[Group], version: int) -> Figures:
 
 
 def over_updates(updates: Sequence[Figures]) -> Figures:
-    """The figures of a step from those of its updates: maxima of `*_max`, sums of counts, else means."""
-    if len(updates) == 1:
-        return dict(updates[0])
-    merge: Callable[[list[float]], float]
-    merged = {}
+    """The figures of a step from those of its updates.
+
+    Maxima of `*_max`, sums of counts and seconds, and else means, weighed by tokens.
+    """
+    merged: Figures = {}
     for name in dict.fromkeys(name for update in updates for name in update):
+        having = [update for update in updates if name in update]
+        values = [update[name] for update in having]
         if name.endswith("_max"):
-            merge = max
+            merged[name] = max(values)
         elif name.endswith(("tokens", "batches", "seconds")) or name.startswith(HISTOGRAM):
-            merge = math.fsum
+            merged[name] = math.fsum(values)
         else:
-            merge = statistics.fmean
-        merged[name] = merge([update[name] for update in updates if name in update])
+            tokens = [tokens_of(name, update) for update in having]
+            weighted = math.fsum(value * count for value, count in zip(values, tokens, strict=True))
+            merged[name] = weighted / math.fsum(tokens) if any(tokens) else 0.0
     return merged
 
 

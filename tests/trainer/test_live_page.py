@@ -144,6 +144,7 @@ def test_prometheus_metrics_are_those_of_the_last_step(url, directory):
     last = RunDirectory(directory).metrics()[-1]
     assert f"titogym_step {last['step']}\n" in text
     assert f"titogym_reward_mean {last['reward/mean']!r}\n" in text
+    assert f"titogym_eval_score {RunDirectory(directory).evaluations()[-1]['score']!r}\n" in text
 
 
 def test_a_page_of_a_damaged_run_says_so(tmp_path):

@@ -174,8 +174,14 @@ def test_groups_without_versions_have_no_age_and_none_is_made_up():
 def test_figures_of_several_updates_are_joined_by_kind():
     one = {"loss/ratio_max": 1.0, "loss/tokens": 4.0, "logprobs/mean": -1.0, "tis/histogram/2": 3.0}
     two = {"loss/ratio_max": 2.0, "loss/tokens": 6.0, "logprobs/mean": -3.0, "tis/histogram/2": 1.0}
-    joined = {"loss/ratio_max": 2.0, "loss/tokens": 10.0, "logprobs/mean": -2.0, "tis/histogram/2": 4.0}
-    assert over_updates([one, two]) == joined
+    joined = {"loss/ratio_max": 2.0, "loss/tokens": 10.0, "logprobs/mean": -2.2, "tis/histogram/2": 4.0}
+    assert over_updates([one, two]) == pytest.approx(joined)
+
+
+def test_a_bucket_without_tokens_does_not_thin_out_the_mean_of_the_others():
+    one = {"loss/tokens": 4.0, "tis/lag_1/tokens": 0.0, "tis/lag_1/k3": 0.0}
+    two = {"loss/tokens": 6.0, "tis/lag_1/tokens": 3.0, "tis/lag_1/k3": 0.5}
+    assert over_updates([one, two])["tis/lag_1/k3"] == 0.5
 
 
 async def test_every_figure_of_a_step_has_a_meaning(tmp_path):
