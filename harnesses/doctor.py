@@ -138,7 +138,7 @@ def diagnose(run: Run, matcher_name: str | None = None) -> Report:
     tree = replays.get(report.used) or _replay(served, matcher(report.used))
     report.matchers.setdefault(report.used, _fate(tree, served))
     report.lost = divergences(tree)
-    report.rewrites = _rewrites(served, replays[MATCHER])
+    report.rewrites = _rewrites(served, min(replays[MATCHER], tree, key=lambda one: len(divergences(one))))
     beside = _beside(tree)
     report.side_requests = [_asks(node) for node in beside if not node.prefix.tools]
     report.sub_agents = [_asks(node) for node in beside if node.prefix.tools]

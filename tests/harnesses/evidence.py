@@ -73,6 +73,7 @@ def table() -> str:
         "Matcher",
         "Policy",
         "What it rewrites",
+        "Turns that re-root (if strict)",
         "Sub-agents",
         "Side requests",
         "Token-exact",
@@ -94,9 +95,10 @@ def _row(name: str) -> tuple[str, ...]:
         f"`{one['declared']}`{needed}",
         specification.policy if specification else "linear",
         ", ".join(one["rewrites"]) or "nothing",
+        f"{one['lost']} ({one['lost_if_strict']})",
         "yes" if one["sub_agents"] else "none seen",
         str(one["side_requests"] or "none"),
-        f"{'yes' if one['token_exact'] else 'no'}, {one['turns']} turns, reward {one['reward']:g}",
+        f"{'yes' if one['token_exact'] else 'no'}, {one['turns']} turns; reward {one['reward']:g}",
     )
 
 
