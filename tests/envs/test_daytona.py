@@ -48,6 +48,7 @@ async def backend(double, monkeypatch, request):
     if request.function is not test_honest_work_scores_1_and_nothing_scores_0:
         monkeypatch.setattr(trust, "LISTING", trust.LISTING.replace("find /usr /bin", "find /bin"))
     double.requests.clear()
+    double.times.clear()
     backend = DaytonaBackend(api_url=double.url, target="us", policy=POLICY, labels={"run": "tests"})
     backend.destruction = Destruction((0.01, 0.02))
     yield backend
@@ -237,7 +238,6 @@ async def test_a_refused_creation_is_tried_again(backend, double, status):
 
 
 async def test_the_service_says_when_to_come_again(backend, double):
-    double.times.clear()
     double.faults.append(Fault("POST", "/api/sandbox$", 429, headers={"Retry-After": "0.6"}))
     await (await backend.create(SPEC)).destroy()
     first, second = double.times
@@ -286,6 +286,19 @@ async def test_a_cancelled_creation_leaves_nothing(backend, double):
     for _ in range(400):  # until the server has made it
         await asyncio.sleep(0.05)
         if double.remotes:
+            break
+    creating.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await creating
+    assert not double.remotes
+
+
+async def test_a_creation_that_is_cancelled_before_its_answer_leaves_nothing(backend, double):
+    double.faults.append(Fault("POST", "/api/sandbox$", seconds=0.3))  # and carried out all the same
+    creating = asyncio.create_task(backend.create(SPEC))
+    for _ in range(1000):
+        await asyncio.sleep(0.02)
+        if double.times:
             break
     creating.cancel()
     with pytest.raises(asyncio.CancelledError):

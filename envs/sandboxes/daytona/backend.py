@@ -1,5 +1,6 @@
 """Sandboxes at Daytona (https://www.daytona.io), through its own SDK."""
 
+import asyncio
 import ipaddress
 import logging
 import math
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 POLICY = CreationPolicy(rate=5.0, burst=10, attempts=6)
 OURS = labels.PREFIX + "managed"  # a label of all our sandboxes, by which they are listed
 _START_SECONDS = 120.0
+_LATE_SECONDS = 2.0  # in which the service finishes a creation whose answer nobody waits for
 
 
 class DaytonaBackend:
@@ -159,7 +161,11 @@ class DaytonaBackend:
         """Delete what a creation that failed may have made, whether or not its answer arrived."""
 
         async def delete() -> None:
-            for remote in await self._listed({labels.ID: name}):
+            left = await self._listed({labels.ID: name})
+            if not left and getattr(error, "status_code", None) is None:
+                await asyncio.sleep(_LATE_SECONDS)  # nobody waits for the answer: it may be made just now
+                left = await self._listed({labels.ID: name})
+            for remote in left:
                 await _delete(remote)
             made = getattr(error, "sandbox_id", None)
             if made is not None:
