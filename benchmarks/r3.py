@@ -5,7 +5,7 @@
 Makes a small Qwen3-MoE from nothing as the quickstart does, then runs the quickstart's tasks with
 `trainer.r3` on and off, which differ in nothing else. Prints how far the trainer's log-probs are from the
 engine's in both, and how often its routers would have taken the engine's experts. Exits with 1 unless with
-R3 every route agrees and mean |m - 1| is lower. What is there already is read or continued.
+R3 every route agrees and mean |m - 1| is lower. Some twenty minutes on two cores with nothing beside it. What is there already is read or continued.
 """
 
 import argparse
@@ -31,10 +31,10 @@ EXPERTS = {
     "model_type": "qwen3_moe",
     "hidden_size": 128,
     "intermediate_size": 256,
-    "moe_intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_experts": 16,
-    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
