@@ -5,7 +5,8 @@
 Makes a small Qwen3-MoE from nothing as the quickstart does, then runs the quickstart's tasks with
 `trainer.r3` on and off, which differ in nothing else. Prints how far the trainer's log-probs are from the
 engine's in both, and how often its routers would have taken the engine's experts. Exits with 1 unless with
-R3 every route agrees and mean |m - 1| is lower. Some twenty minutes on two cores with nothing beside it. What is there already is read or continued.
+R3 every route agrees and mean |m - 1| is lower. What is there already is read or continued. Takes some
+twenty minutes on two cores with nothing beside it.
 """
 
 import argparse
