@@ -59,7 +59,7 @@ def age(groups: Iterable[Group], current: int) -> Age:
     return Age(current - oldest, current - newest, newest - oldest, weighted, covered / samples)
 
 
-def _oldest(group: Group) -> float:
+def oldest_version(group: Group) -> float:
     """The oldest version among the tokens of `group` that carry loss; infinite where there is none."""
     return min((v for sample in group.samples for v in _loss_tokens_by_version(sample)), default=math.inf)
 
@@ -127,6 +127,7 @@ class BufferSettings:
     keep_timeouts: bool = True  # whether an attempt that ran out of time is trained on
     filter: Filter = lambda group: True
     max_filtered_in_a_row: int = 1000
+    oldest_first: bool = False  # take groups by age, not in order of arrival, and let late ones in when full
 
     @classmethod
     def of(cls, config: RunConfig) -> "BufferSettings":
@@ -142,6 +143,7 @@ class BufferSettings:
             keep_timeouts=section.on_timeout == "keep",
             filter=FILTERS.get(section.filter) or dotted.load(section.filter, "buffer.filter"),
             max_filtered_in_a_row=section.max_filtered_in_a_row,
+            oldest_first=section.on_stale == "wait",
         )
 
 
@@ -234,8 +236,8 @@ class GroupBuffer:
         async with self._changed:
             self._putting += 1
             try:
-                await self._changed.wait_for(lambda: len(self._entries) < self.settings.capacity)
-                self._entries.append((group, _oldest(group)))
+                await self._changed.wait_for(self._may_enter)
+                self._entries.append((group, oldest_version(group)))
                 self.counters.put += 1
             finally:
                 self._putting -= 1
@@ -260,6 +262,8 @@ class GroupBuffer:
             with self.waiting_for_groups.running():
                 while self._reject_stale() < count:
                     await self._changed.wait()
+            if self.settings.oldest_first:
+                self._entries = deque(sorted(self._entries, key=lambda entry: entry[1]))
             taken = [self._entries.popleft()[0] for _ in range(count)]
             self.counters.taken += count
             self._changed.notify_all()
@@ -271,8 +275,11 @@ class GroupBuffer:
 
     def restore(self, groups: Sequence[Group]) -> None:
         """Put back what `waiting` of an earlier buffer gave, ahead of everything else."""
-        self._entries.extendleft((group, _oldest(group)) for group in reversed(groups))
+        self._entries.extendleft((group, oldest_version(group)) for group in reversed(groups))
         self.counters.put += len(groups)
+
+    def _may_enter(self) -> bool:
+        return self.settings.oldest_first or len(self._entries) < self.settings.capacity
 
     def _has_room(self) -> bool:
         return len(self._entries) + self._putting < self.settings.capacity
@@ -305,11 +312,9 @@ class GroupBuffer:
     def _reject_stale(self) -> int:
         """Reject what is too old; how many groups are left."""
         limit = self.settings.max_staleness
-        stale = [group for group, oldest in self._entries if self._version - oldest > limit]
+        stale = [group for group, version in self._entries if self._version - version > limit]
         if stale:
-            self._entries = deque(
-                (group, oldest) for group, oldest in self._entries if self._version - oldest <= limit
-            )
+            self._entries = deque(entry for entry in self._entries if self._version - entry[1] <= limit)
             for group in stale:
                 self._reject(group, "stale")
             self._changed.notify_all()

@@ -213,8 +213,10 @@ class BufferSection(Section):
         description="Oldest weights a group may have been sampled with, in versions behind the trainer's; "
         "a group that is older by more when the trainer takes it is rejected.",
     )
-    on_stale: Literal["drop", "retry"] = Field(
-        default="drop", description="What happens to a rejected group: forget it, or run its task again."
+    on_stale: Literal["drop", "retry", "wait"] = Field(
+        default="drop",
+        description="What happens to a group that is too old: `drop` forgets it, `retry` runs it again. "
+        "`wait`: the trainer waits for groups before they are, so that long tasks are trained on too.",
     )
     on_failure: Literal["drop", "retry"] = Field(
         default="drop", description="The same for a group with fewer than rollout.min_episodes usable ones."

@@ -33,6 +33,11 @@ def impossible(config: RunConfig) -> Iterator[str]:
             'buffer.max_retries has no effect with buffer.on_stale = "drop": remove it, '
             'or set buffer.on_stale = "retry"'
         )
+    if buffer.on_stale == "wait" and (buffer.max_staleness == 0 or config.run.driver == "sync"):
+        yield (
+            'buffer.on_stale = "wait" needs training beside the rollout: set buffer.max_staleness to 1 or '
+            'more, and run.driver = "async"'
+        )
     if "max_filtered_in_a_row" in buffer.model_fields_set and buffer.filter == "none":
         yield "buffer.max_filtered_in_a_row has no effect without a buffer.filter: remove it"
     if rollout.min_episodes > rollout.samples_per_prompt:

@@ -98,6 +98,7 @@ class RolloutWorker:
         admit: Callable[[], Awaitable[None]] | None = None,
         on_episode: Callable[[EpisodeResult, float], None] = lambda result, seconds: None,
         announce: Announce | None = None,
+        version: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters = RolloutCounters()
@@ -113,7 +114,9 @@ class RolloutWorker:
         self._places = Places(settings.episodes_in_flight)
         self._per_group = settings.samples_per_prompt + settings.over_sampling
         self._failing: Counter[str] = Counter()  # causes of the failures since the last usable episode
+        self._version = version
         self._collecting: dict[asyncio.Task[None], Assignment] = {}
+        self._begun_under: dict[asyncio.Task[None], int] = {}  # the version that was published then
         self._begun: set[int] = set()  # groups whose places come back with their episodes
 
     async def run(self) -> None:
@@ -126,7 +129,7 @@ class RolloutWorker:
                 while True:
                     assignment = await self._next()
                     task = groups.create_task(self._collect(assignment))
-                    self._collecting[task] = assignment
+                    self._collecting[task], self._begun_under[task] = assignment, self._version()
                     task.add_done_callback(self._collected)
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
@@ -146,6 +149,14 @@ class RolloutWorker:
             raise
         return chosen or self._ledger.next()
 
+    def under_way(self) -> list[int]:
+        """The versions under which the groups under way were begun."""
+        return list(self._begun_under.values())
+
+    async def one_finished(self) -> None:
+        """Wait until a group under way is finished and put."""
+        await asyncio.wait(self._begun_under, return_when=asyncio.FIRST_COMPLETED)
+
     async def abort(self) -> None:
         """Cancel every group under way and wait for its clean-up; the ledger hands them out again."""
         collecting = list(self._collecting)
@@ -156,6 +167,7 @@ class RolloutWorker:
 
     def _collected(self, task: "asyncio.Task[None]") -> None:
         assignment = self._collecting.pop(task)
+        del self._begun_under[task]
         if task.cancelled():
             self._ledger.give_back(assignment)
         if assignment.index not in self._begun:  # aborted before its first step

@@ -99,6 +99,8 @@ def test_missing_table_says_which(tmp_path):
         (("rollout.groups_per_step=9",), "buffer.capacity = 8"),
         (("buffer.max_retries=3",), "buffer.max_retries has no effect"),
         (("buffer.max_filtered_in_a_row=3",), "without a buffer.filter"),
+        (("buffer.on_stale=wait", "buffer.max_staleness=0"), "set buffer.max_staleness to 1 or more"),
+        (("buffer.on_stale=wait", "run.driver=sync"), 'run.driver = "async"'),
         (("rollout.samples_per_prompt=1",), "rollout.min_episodes = 2 is more than"),
         (("rollout.min_episodes=1",), "raise it to at least 2"),
         (("rollout.over_sampling=30",), "can never hold one group"),

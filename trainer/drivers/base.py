@@ -60,7 +60,7 @@ class Driver(ABC):
         self._parts = parts
         self._run = run
         self._progress = progress
-        self._step = max(run.checkpoints(), default=0)
+        self._step = self._published = max(run.checkpoints(), default=0)
         state = run.load_state(self._step) if self._step else {"ledger": None, "consumption": None}
         held = run.load_groups(self._step) if self._step else []
         self._ledger = TaskLedger(
@@ -81,6 +81,7 @@ class Driver(ABC):
             run_episode=parts.run_episode,
             admit=self._admission(),
             on_episode=self._episode_ended,
+            version=lambda: self._published,
             announce=parts.announce,
         )
         self._evaluator: Evaluator = evaluator(
@@ -229,6 +230,7 @@ class Driver(ABC):
                     raise
         await self._parts.let_in()
         self._buffer.advance(version)
+        self._published = version
         return figures
 
     async def _mended(self) -> bool:
