@@ -1,11 +1,14 @@
 """Harness programs as data: what a TOML file may say, and what becomes of it in the sandbox."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.harnesses.world import PASS_IF_DONE, World, call, task
+from titogym.cli.main import app
 from titogym.errors import UserError
 from titogym.harnesses.agent_program import AgentProgram
 from titogym.harnesses.registry import harness
@@ -76,6 +79,14 @@ async def test_a_program_is_told_what_its_file_says(world: World, mine: Path) ->
 async def test_how_it_ends_is_read_from_its_own_file(world: World, mine: Path) -> None:
     result = await world.run(task(PASS_IF_DONE), harness(str(mine), effort="none"))
     assert (result.outcome, result.error) == ("turn_limit", "It was tired.")
+
+
+@pytest.mark.sandbox
+def test_the_doctor_examines_it(mine: Path) -> None:
+    result = CliRunner().invoke(app, ["doctor", "harness", "--json", str(mine)])
+    assert result.exit_code == 1, result.output
+    told = json.loads(result.stdout)
+    assert (told["harness"], told["outcome"], told["turns"]) == ("mine", "finished", 0)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def _group() -> None:
 def harness(
     words: Annotated[
         list[str],
-        typer.Argument(metavar="CMD...", help="Name or dotted path of a harness, or any command line."),
+        typer.Argument(metavar="CMD...", help="Name, file or dotted path of a harness, or any command line."),
     ],
     option: Annotated[
         list[str] | None,
@@ -79,7 +79,7 @@ def _agent(words: list[str], options: list[str]) -> "Harness | HostCommand":
 
     name = words[0]
     dotted = ":" in name and " " not in name and "/" not in name
-    if name in names() or dotted:
+    if name in names() or dotted or name.endswith(".toml"):
         if len(words) > 1:
             raise UserError(f"Put what belongs to the harness {name} before its name: -o KEY=VALUE {name}.")
         return make_harness(name, **key_values(options))
