@@ -89,11 +89,11 @@ class Passenger:
 
 @dataclass(slots=True)
 class Attempts:
-    """The latest attempt at each request of a session."""
+    """The latest attempt at each request of a session, and the one that each idempotency key stands for."""
 
     _flights: dict[str, Flight] = field(default_factory=dict)  # by digest
     _done: dict[str, Node] = field(default_factory=dict)
-    _keys: dict[str, str] = field(default_factory=dict)  # idempotency key -> digest
+    _keys: dict[str, Flight | Node] = field(default_factory=dict)  # by idempotency key
 
     def done(self, node: Node) -> None:
         """A turn was committed, or came back from the journal."""
@@ -101,22 +101,22 @@ class Attempts:
         if receipt.request:
             self._done[receipt.request] = node
         if receipt.key:
-            self._keys[receipt.key] = receipt.request
+            self._keys[receipt.key] = node
 
     def earlier(self, receipt: Receipt, retried: bool) -> Flight | Node | None:
         """The attempt that this request is a retry of; `retried` says that the client calls it one.
 
         Raises `RequestError` when an idempotency key comes back with another request.
         """
-        if receipt.key:
-            first = self._keys.get(receipt.key)
-            if first not in (None, receipt.request):
+        first = self._keys.get(receipt.key) if receipt.key else None
+        if first is not None:
+            if first.receipt.request != receipt.request:
                 raise RequestError(
                     "This idempotency key was used for another request: use a new key for each.",
                     status=409,
                     code="idempotency_key_reused",
                 )
-            retried = retried or first is not None
+            return first if isinstance(first, Node) or first.joinable else None
         if not retried:
             return None
         flight = self._flights.get(receipt.request)
@@ -129,17 +129,16 @@ class Attempts:
         self._done.pop(receipt.request, None)
         flight = self._flights[receipt.request] = Flight(receipt, items())
         if receipt.key:
-            self._keys[receipt.key] = receipt.request
+            self._keys[receipt.key] = flight
         flight.task.add_done_callback(lambda _: self._landed(flight))
         return flight
 
     def _landed(self, flight: Flight) -> None:
-        request = flight.receipt.request
-        if self._flights.get(request) is not flight:
-            return  # a later attempt has its place, and its key
-        del self._flights[request]
-        if flight.receipt.key and request not in self._done:
-            self._keys.pop(flight.receipt.key, None)
+        request, key = flight.receipt.request, flight.receipt.key
+        if self._flights.get(request) is flight:  # and no later attempt
+            del self._flights[request]
+        if self._keys.get(key) is flight:  # and no answer: it failed
+            del self._keys[key]
 
 
 async def replay(node: Node) -> AsyncGenerator[Item]:

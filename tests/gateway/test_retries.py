@@ -84,6 +84,26 @@ def test_the_idempotency_key_names_a_request(serve, policy):
     assert summary(stand.url, session) == {"nodes": 2, "joined": 0, "replayed": 1}
 
 
+@pytest.mark.parametrize("policy", ["linear", "branching"])
+def test_each_key_is_given_its_own_answer_again(serve, tmp_path, policy):
+    """Also where the same request was made under several keys, as by agents that sample it in parallel."""
+    stand = serve(["one", "two", "three"], journal=tmp_path / "journal.db")
+    session = create(stand.url, policy=policy)
+    client = sdk(session)
+
+    def ask(headers: dict[str, str]):
+        return client.chat.completions.create(model="m", messages=[USER], extra_headers=headers)
+
+    keys = [{"Idempotency-Key": key} for key in "ab"]
+    answers = [ask(key) for key in keys]
+    latest = ask({})
+    assert [ask(key) for key in keys] == answers
+    assert ask(RETRY) == latest
+    stand.restart()
+    assert [ask(key) for key in keys] == answers
+    assert len(stand.engine.requests) == 3
+
+
 def test_a_retry_of_an_attempt_that_failed_is_sampled(serve):
     """Even where an earlier attempt at the same request had succeeded: that one was answered."""
     stand = serve(["one", "two"])
