@@ -18,6 +18,7 @@ from titogym.gateway.sessions.turn import Committed, Delta, Items, Planned
 KEEP_ALIVE_SECONDS = 10.0
 _LOG = logging.getLogger("titogym.gateway")
 _FAILURE = RequestError("The gateway failed; its log has the details.", status=500, code="internal_error")
+_STOPPING = RequestError("The gateway is being stopped.", status=503, code="gateway_stopping", retry_after=1)
 
 ErrorBody = Callable[[RequestError], dict[str, Any]]
 
@@ -57,6 +58,10 @@ class TurnResponse(Response):
                     fields = {"session": alias(self._session)}
                     _LOG.exception("turn_failed", extra={"fields": fields})
                     await self._fail(_FAILURE, answer, send)
+        except asyncio.CancelledError:  # the server does not wait for us any longer
+            work.cancel()
+            if not _succeeded(work):
+                await self._fail(_STOPPING, answer, send)
         finally:
             for task in (work, gone, pulse):
                 if task:
@@ -131,6 +136,10 @@ def error_response(error: RequestError, body: ErrorBody) -> Response:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _succeeded(work: "asyncio.Future[None]") -> bool:
+    return work.done() and not work.cancelled() and work.exception() is None
 
 
 _NO_SCOPE: Scope = {"type": "http"}

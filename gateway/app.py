@@ -175,7 +175,7 @@ class Gateway:
     async def ready(self, request: Request) -> Response:
         if await self._pool.ready():
             return Json({"status": "ready", "model": self._model, "family": self._assets.family.name})
-        raise RequestError("No engine answers.", status=503, code="engine_unavailable", retry_after=1)
+        raise RequestError("No engine takes requests.", status=503, code="engine_unavailable", retry_after=1)
 
     async def metrics(self, request: Request) -> Response:
         text = self._telemetry.render(inspection.gauges(self._store), self._pool.statuses())

@@ -103,3 +103,28 @@ def test_comments_keep_a_silent_stream_alive(serve, monkeypatch):
     assert '"role":"assistant"' in lines[0]
     stream = sdk(session).chat.completions.create(**body)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "abc"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", ["chat/completions", "messages"])
+def test_who_waits_for_an_answer_is_told_that_the_gateway_is_stopped(serve, path, stream):
+    stand = serve([LONG], engine=SLOW)
+    session = create(stand.url)
+    body = {"model": "m", "max_tokens": 500, "messages": [USER], "stream": stream}
+    answers: list[httpx.Response] = []
+    thread = threading.Thread(
+        target=lambda: answers.append(httpx.post(f"{session.base_url}/{path}", json=body, timeout=30))
+    )
+    thread.start()
+    until(lambda: stand.engine.in_flight == 1)
+    time.sleep(0.2)
+    stand.restart()
+    thread.join(10)
+    (answer,) = answers
+    assert until(lambda: stand.engine.in_flight == 0) < 1.0
+    if stream:
+        error = orjson.loads(answer.text.strip().splitlines()[-1].removeprefix("data: "))["error"]
+    else:
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        error = answer.json()["error"]
+    assert error["message"] == "The gateway is being stopped."

@@ -149,7 +149,9 @@ def test_an_engine_is_drained_and_taken_back(serve):
     assert status == {"url": url, "state": "up", "in_flight": 0}
     drained = httpx.post(f"{stand.url}/engines", json={"url": url, "draining": True}).json()
     assert drained["state"] == "draining"
-    assert httpx.get(f"{stand.url}/ready").status_code == 503
+    ready = httpx.get(f"{stand.url}/ready")
+    assert ready.status_code == 503
+    assert ready.json()["error"]["message"] == "No engine takes requests."  # it does answer
     with pytest.raises(openai.APIStatusError) as caught:
         sdk(session).chat.completions.create(model="m", messages=[USER], seed=1)
     assert caught.value.status_code == 503
