@@ -88,3 +88,12 @@ async def test_an_answer_does_not_wait_until_its_beginning_is_acknowledged():
         connection = (await accepted).get_extra_info("socket")
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         writer.close()
+
+
+def test_a_client_that_comes_before_the_gateway_is_ready_waits():
+    """It is told the address a moment earlier; and that the port is taken is known from the start."""
+    with _listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        with pytest.raises(UserError, match="choose another --port"):
+            _listen("127.0.0.1", port)

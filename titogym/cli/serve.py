@@ -125,6 +125,8 @@ def _listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        # From here on a client waits until it is served, in place of being refused.
+        listener.listen(2048)
     except OSError as error:
         raise UserError(
             f"Cannot listen on {host}:{port}: {error.strerror}; choose another --port."
