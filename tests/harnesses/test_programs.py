@@ -23,7 +23,7 @@ from titogym.harnesses.specification import built_in, read
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(900)]
 
-HEAVY = {"inspect_ai", "openhands", "qwen_code", "smolagents", "terminus_2"}
+HEAVY = {"inspect_ai", "opencode", "openhands", "qwen_code", "smolagents", "terminus_2"}
 ALL = os.environ.get("TITOGYM_TEST_HARNESSES") == "all"
 RECORD = bool(os.environ.get("TITOGYM_RECORD_HARNESSES"))
 NAMES = [name for name in evidence.names() if ALL or name not in HEAVY]
