@@ -32,7 +32,7 @@ def command(
         bool, typer.Option("--print-config-reference", help="Print every key with its meaning, as Markdown.")
     ] = False,
 ) -> None:
-    """Train a model on tasks: rollouts and optimizer steps run at the same time.
+    """Train a model on tasks: rollouts and optimizer steps run at the same time, or take turns (run.driver).
 
     Starts an engine, a gateway and a trainer, shows one line per step, and leaves metrics, checkpoints, the
     trained model, a reward plot and an HTML report in run.dir. Stop it with Ctrl-C and go on with --resume.
