@@ -24,7 +24,7 @@ async def test_it_works_on_a_task_and_trains_token_exact(world: World, agent: Ha
     """It drops an answer without a tool call and complains in its place: that turn is sampled again."""
     turns = iter([call("cat notes.txt; touch done"), say("Let me think."), SUBMIT])
     world.engine.script = lambda prompt, params: next(turns)
-    result = await world.run(task(PASS_IF_DONE, agent_seconds=120), agent)
+    result = await world.run(task(PASS_IF_DONE, agent_seconds=240), agent)
 
     assert (result.outcome, result.reward, result.error) == ("finished", 1.0, None), result.log[-2000:]
     assert result.mismatches == {}
@@ -41,7 +41,7 @@ async def test_it_works_on_a_task_and_trains_token_exact(world: World, agent: Ha
 
 async def test_it_keeps_the_tasks_limit_of_turns(world: World, agent: Harness) -> None:
     world.script(call("true"))
-    result = await world.run(task(agent_seconds=120, turns=2), agent)
+    result = await world.run(task(agent_seconds=240, turns=2), agent)
     assert (result.outcome, result.turns, result.reward) == ("turn_limit", 2, 1.0)
     assert json.loads(result.log)["info"]["exit_status"] == "LimitsExceeded"
 
@@ -52,5 +52,5 @@ async def test_its_program_is_seen_by_the_sandbox_but_cannot_be_changed(world: W
     targets = " ".join(mount.target for mount in agent.mounts())
     turns = iter([call(f"for d in {targets}; do touch $d/x; done"), SUBMIT])
     world.engine.script = lambda prompt, params: next(turns)
-    await world.run(task(agent_seconds=120), agent)
+    await world.run(task(agent_seconds=240), agent)
     assert world.prompts()[1].count("Read-only file system") == len(agent.mounts())
