@@ -205,7 +205,7 @@ class TurnService:
         placement = session.policy(session.tree, lookup)
         parent = placement.parent
         messages = lookup.messages[parent.depth if parent else 0 :]
-        session.budget.allow(seat, placement.supersedes)
+        session.budget.allow(seat, placement)
         if request.begun is not None:
             self._check_begun(request)
         cut = _cut(session.tree, parent, lookup, request)
@@ -219,7 +219,7 @@ class TurnService:
                 overflow=(len(prompt), context_length - 1),
             )
         # Asked once more: what follows is not interrupted, up to where the turn has taken its share.
-        budget = session.budget.allow(seat, placement.supersedes)
+        budget = session.budget.allow(seat, placement)
         params = self._params(
             session.spec.sampling, request.sampling, room if budget is None else min(room, budget)
         )

@@ -1,6 +1,7 @@
 """Budgets of sessions whose turns are sampled at the same time."""
 
 import asyncio
+from contextlib import nullcontext
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ from tests.gateway.forest import answer, tree, turn, user
 from tests.gateway.test_turns import create, inspect
 from titogym.gateway.errors import RequestError
 from titogym.gateway.sessions.budget import Budget
+from titogym.gateway.sessions.policies import Placement
 from titogym.gateway.sessions.spec import Limits
 
 
@@ -46,10 +48,10 @@ async def test_what_a_turn_gives_back_is_there_for_the_next() -> None:
 
     async def wait() -> None:
         async with budget.seat(None) as seat:
-            entered.append(budget.allow(seat, None))
+            entered.append(budget.allow(seat, Placement(None)))
 
     async with budget.seat(None) as first:
-        assert budget.allow(first, None) == 10
+        assert budget.allow(first, Placement(None)) == 10
         waiting = asyncio.create_task(wait())
         await asyncio.sleep(0.01)
         assert entered == []
@@ -60,7 +62,7 @@ async def test_what_a_turn_gives_back_is_there_for_the_next() -> None:
     async with budget.seat(4) as small:
         assert small.tokens == 4
         with pytest.raises(RequestError, match="2 turns"):
-            budget.allow(small, None)
+            budget.allow(small, Placement(None))
 
 
 async def test_a_turn_sampled_again_gives_back_what_it_took() -> None:
@@ -69,5 +71,29 @@ async def test_a_turn_sampled_again_gives_back_what_it_took() -> None:
     node = turn(forest, [user("hi")], answer("x"), output=(1, 2, 3))
     async with budget.seat(None) as seat:
         with pytest.raises(RequestError, match="1 turns"):
-            budget.allow(seat, None)
-        assert budget.allow(seat, node) == 3
+            budget.allow(seat, Placement(None))
+        assert budget.allow(seat, Placement(None, supersedes=node)) == 3
+
+
+async def test_a_turn_that_is_continued_while_it_is_sampled_again_gives_nothing_back() -> None:
+    forest = tree()
+    budget = Budget(Limits(turns=4, tokens=10), forest)
+    node = turn(forest, [user("hi")], answer("x"), output=(1, 2, 3, 4))
+    async with budget.seat(2) as behind:
+        assert budget.allow(behind, Placement(node)) == 6
+        async with budget.seat(None) as again:
+            assert budget.allow(again, Placement(None, supersedes=node)) == 4
+
+
+@pytest.mark.parametrize("limits", [Limits(tokens=10), Limits(turns=2)])
+async def test_an_earlier_attempt_that_is_continued_counts_once_more(limits: Limits) -> None:
+    forest = tree()
+    budget = Budget(limits, forest)
+    lost = turn(forest, [user("hi")], answer("x"), output=(1, 2, 3, 4))
+    tail = turn(forest, [user("hi")], answer("y"), output=(1, 2, 3))
+    assert tail.supersedes == lost.id
+    async with budget.seat(None) as seat:
+        with pytest.raises(RequestError, match="2 turns") if limits.turns else nullcontext():
+            assert budget.allow(seat, Placement(lost)) == 3  # beside the tail
+        # In the tail's place, as in a linear session.
+        assert budget.allow(seat, Placement(lost, supersedes=tail)) == (6 if limits.tokens else None)
