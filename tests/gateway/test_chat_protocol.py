@@ -1,5 +1,7 @@
 """Reading Chat Completions requests."""
 
+from typing import Any
+
 import pytest
 
 from tests.gateway.forest import tree
@@ -12,7 +14,7 @@ from titogym.templates.conversation import Message, ToolCall
 from titogym.templates.families import QUICKSTART, QWEN3
 
 USER = {"role": "user", "content": "hi"}
-TOOL = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
 
 
 def parse(family=QWEN3, **body):
