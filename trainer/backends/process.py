@@ -21,7 +21,7 @@ from titogym.trainer.batch import TrainBatch
 from titogym.trainer.sft import Example, Report, SftConfig
 from titogym.trainer.weights.settings import WeightSettings
 
-_LAST_WORDS = 5.0  # seconds between the pipe's end and the process's, after which it is ended
+_LAST_WORDS = 15.0  # seconds between the pipe's end and the process's, after which it is ended
 
 
 class TrainerError(UserError):

@@ -25,8 +25,9 @@ from torch import Tensor
 from titogym.errors import UserError
 from titogym.trainer.backends import hf_directory
 from titogym.trainer.backends.megatron import checkpoint, compat, hf_weights, parallel
-from titogym.trainer.backends.megatron.model import build, expert_count
+from titogym.trainer.backends.megatron.model import build
 from titogym.trainer.backends.megatron.replay import Replay
+from titogym.trainer.backends.megatron.support import expert_count
 from titogym.trainer.backends.packing import Members, Microbatch, Share
 from titogym.trainer.backends.steps import SteppingBackend
 from titogym.trainer.backends.world import join_world
