@@ -171,7 +171,7 @@ FAILURES = [
 def test_a_failing_engine_is_an_error_in_time(pair, connect, mover, path, kind, message):
     with doubles_if(kind == "die", pair[1:]) as (broken,):
         httpx.post(f"{broken}/fault", json={"path": path, "kind": kind})
-        weights = connect([pair[0], broken], mover, timeout=3)
+        weights = connect([pair[0], broken], mover, timeout=3 if kind == "hang" else 30)
         start = time.monotonic()
 
         def update():
@@ -180,7 +180,7 @@ def test_a_failing_engine_is_an_error_in_time(pair, connect, mover, path, kind, 
 
         with pytest.raises(WeightUpdateError, match=message):
             update()
-        assert time.monotonic() - start < 15
+        assert time.monotonic() - start < 25
         if mover == "broadcast":  # the ranks of the group may be out of step
             with pytest.raises(WeightUpdateError, match="connect again"):
                 weights.publish(tensors().items(), "2")
