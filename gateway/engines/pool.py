@@ -84,8 +84,7 @@ class EnginePool:
         """Tokens of prompt and output that every engine takes which answers. Raises `NoEngineError`."""
         await self._look()
         unknown = [e for e in self.engines if e not in self._lengths and e not in self._down]
-        answers = await asyncio.gather(*(engine.info() for engine in unknown), return_exceptions=True)
-        for engine, answer in zip(unknown, answers, strict=True):
+        for engine, answer in (await self._infos(unknown)).items():
             if isinstance(answer, EngineInfo):
                 self._lengths[engine] = answer.context_length
                 (self._unseeded.discard if answer.seeded else self._unseeded.add)(engine)
@@ -114,6 +113,20 @@ class EnginePool:
                 await self._checks
         for engine in self.engines:
             await engine.close()
+
+    async def _infos(self, engines: Sequence[Engine]) -> dict[Engine, EngineInfo | BaseException]:
+        """What the engines say of themselves; one that is silent is left out once a check finds it down."""
+        asked = {asyncio.ensure_future(engine.info()): engine for engine in engines}
+        try:
+            waiting = set(asked)
+            while waiting:
+                _, waiting = await asyncio.wait(waiting, timeout=self._interval / 4)
+                waiting = {info for info in waiting if asked[info] not in self._down}
+            said = {engine: info for info, engine in asked.items() if info.done()}
+            return {engine: info.exception() or info.result() for engine, info in said.items()}
+        finally:
+            for info in asked:
+                info.cancel()
 
     def _preferred(self, session_id: str) -> list[Engine]:
         """Engines to try for a session, best first. Raises `NoEngineError` when all are down."""

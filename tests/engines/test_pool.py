@@ -1,6 +1,7 @@
 """Affinity, bounded load and failover of the engine pool."""
 
 import asyncio
+import socket
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -303,6 +304,17 @@ async def test_context_length_is_the_shortest(pool: EnginePool, servers: list[Sc
     limited = EnginePool([SGLangEngine(server.url) for server in servers], limit=500)
     assert await limited.context_length() == 500
     await limited.close()
+
+
+async def test_context_length_does_not_wait_for_a_silent_engine(servers: list[ScriptedEngine]) -> None:
+    """One that takes connections and says nothing, as a stopped process does, is down by its health check."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        pool = EnginePool([SGLangEngine(url), SGLangEngine(servers[0].url)], interval=0.1)
+        async with asyncio.timeout(30):  # a check takes 5 seconds, to say what an engine is a minute
+            assert await pool.context_length() == 4094
+            assert [status.state for status in pool.statuses()] == ["down", "up"]
+        await pool.close()
 
 
 async def test_context_length_leaves_the_dead_out(pool: EnginePool, servers: list[ScriptedEngine]) -> None:
