@@ -41,10 +41,12 @@ def linear(tree: Tree, request: Lookup) -> Placement:
         if attempt.parent is tail.parent and not attempt.children:
             return Placement(attempt, supersedes=tail)
     difference = first_difference(tree.matcher, tail, request.prefix, request.messages)
-    where = f": {difference[0]} differs" if difference else ""
+    where = f" after {request.depth} of {tail.depth} messages"
+    if difference is not None:
+        field = difference[0]
+        where = f": {field} {'is missing' if field == f'messages[{len(request.messages)}]' else 'differs'}"
     raise RequestError(
-        f"This request leaves the session's conversation after {request.depth} of {tail.depth} messages"
-        f"{where}. "
+        f"This request leaves the session's conversation{where}. "
         "A linear session can be continued, or its latest turn tried again; start another session, or "
         "create this one with policy 'branching', to go back further.",
         status=409,

@@ -121,6 +121,15 @@ def test_linear_refuses_what_diverges_earlier_and_changes_nothing(messages):
     assert snapshot(forest) == before
 
 
+def test_the_refusal_of_a_history_that_is_too_short_names_what_is_missing():
+    forest = tree()
+    turn(forest, [U1], A1)
+    turn(forest, [U1, A1, U2], A2)
+    turn(forest, [U1, A1, U2, A2, U3], A3)
+    with pytest.raises(RequestError, match=r"conversation: messages\[1\] is missing"):
+        place(forest, [U1], "linear")
+
+
 def test_answer_that_comes_back_changed_is_no_retry():
     """A harness that rewrites every answer would else push out each turn with the next one."""
     forest = tree()
@@ -128,7 +137,8 @@ def test_answer_that_comes_back_changed_is_no_retry():
     with pytest.raises(RequestError, match="leaves the session's conversation"):
         place(forest, [U1, answer("a"), U2], "linear")
     turn(forest, [U1, answer("a", "thought"), U2], answer("b", "thought"))
-    with pytest.raises(RequestError, match="leaves the session's conversation"):
+    where = r"conversation: messages\[3\] \(assistant\).reasoning differs"
+    with pytest.raises(RequestError, match=where):
         place(forest, [U1, answer("a", "thought"), U2, answer("b"), U3], "linear")
     # The answer left out and other words in its place: that is the latest turn tried again.
     assert place(forest, [U1, answer("a", "thought"), U3], "linear").supersedes is forest.nodes[1]
