@@ -92,9 +92,9 @@ def item_id(kind: str, response: str, number: int | None = None) -> str:
 
 
 def answer_items(id: str, answer: Message, names: ToolNames, encrypted: bool) -> list[dict[str, Any]]:
-    """A whole answer as items."""
+    """A whole answer as items: never none, or a client that sends them back would leave the answer out."""
     items = [reasoning_item(id, answer.reasoning, encrypted)] if answer.reasoning else []
-    if answer.content:
+    if answer.content or not (answer.reasoning or answer.tool_calls):
         items.append(message_item(id, answer.content, "completed"))
     calls = enumerate(answer.tool_calls)
     return items + [call_item(id, i, call, names, "completed") for i, call in calls]

@@ -43,7 +43,8 @@ class ResponsesReply:
         return b"".join([self._piece(event) for event in delta.events])
 
     def close(self, committed: Committed) -> bytes:
-        ended = self._end_item()
+        begun = b"" if self._open or self._items else self._be_in("message")
+        ended = begun + self._end_item()
         response = self._committed(committed, self._items)
         return ended + self._event(response["status"], response=response)
 

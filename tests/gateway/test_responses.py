@@ -104,6 +104,17 @@ def test_stream_and_whole_give_the_same_response_and_commit(serve):
     assert kept[0][0][2][2] == "max_output_tokens"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_says_nothing_has_an_item_and_keeps_its_place(serve, stream):
+    stand = serve(["", "All done."])
+    session = create(stand.url)
+    empty = ask(sdk(session), [USER], stream)
+    assert [(item.type, item.content[0].text) for item in empty.output] == [("message", "")]
+    ask(sdk(session), [USER, *replay(empty), USER], stream)
+    counters = inspect(stand.url, session)["counters"]
+    assert (counters["roots"], counters["superseded"]) == (1, 0)
+
+
 def test_stream_events_in_their_order(serve):
     stand = serve([f"{THINK}I look.\n{CALL}"], engine={"token_latency": 0.01})
     session = create(stand.url)
