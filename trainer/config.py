@@ -127,7 +127,7 @@ class HarnessSection(Section):
     """The agent."""
 
     name: Text = Field(
-        default="openai_loop", description="`openai_loop`, `mini_swe_agent`, `command`, or a dotted path."
+        default="openai_loop", description="A harness by name (docs/harnesses.md lists them), dotted path or TOML file."
     )
     options: dict[str, Any] = Field(
         default_factory=dict,

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from titogym.gateway.errors import RequestError
 from titogym.gateway.protocols.schemas import has_instance
-from titogym.gateway.sessions.spec import Sampling
+from titogym.gateway.sessions.spec import Sampling, fault
 from titogym.templates.family import Family
 
 _TOKENS = "The gateway alone decides which tokens are sent and kept; remove this field."
@@ -90,10 +90,10 @@ def sampling(options: Mapping[str, Any], wire_names: Mapping[str, str]) -> Sampl
     try:
         return Sampling.model_validate(options)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = str(first["loc"][0])
+        key, message = fault(error)
+        name = key.partition(".")[0]
         name = wire_names.get(name, name)
-        raise RequestError(f"{name}: {first['msg']}", param=name) from None
+        raise RequestError(f"{name}: {message}", param=name) from None
 
 
 def json_schema(wanted: Any, param: str, inside: str = "") -> str | None:

@@ -2,18 +2,26 @@
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from titogym.errors import UserError
 from titogym.gateway.errors import RequestError
 from titogym.gateway.sessions.matchers import matcher
 from titogym.gateway.sessions.policies import policy
 
-Share = Annotated[float, Field(ge=0, le=1)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-Whole = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]  # as much as every JSON writer takes
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool | str):
+        raise ValueError(f"must be a number, not {value!r}"[:80])
+    return value
+
+
+_NUMBER = BeforeValidator(_number)
+Share = Annotated[float, _NUMBER, Field(ge=0, le=1)]
+Penalty = Annotated[float, _NUMBER, Field(ge=-2, le=2)]
+Whole = Annotated[int, _NUMBER, Field(ge=-(1 << 63), lt=1 << 63)]  # as much as every JSON writer takes
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
-Count = Annotated[int, Field(ge=1, lt=1 << 63)]
+Count = Annotated[int, _NUMBER, Field(ge=1, lt=1 << 63)]
 
 
 class _Strict(BaseModel):
@@ -23,8 +31,8 @@ class _Strict(BaseModel):
 class Sampling(_Strict):
     """Sampling options, each None where nobody asked for one. `max_tokens` bounds one answer."""
 
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Annotated[float, _NUMBER, Field(ge=0)] | None = None
+    top_p: Annotated[float, _NUMBER, Field(gt=0, le=1)] | None = None
     top_k: Whole | None = None
     min_p: Share | None = None
     frequency_penalty: Penalty | None = None
@@ -53,7 +61,7 @@ class SessionSpec(_Strict):
     limits: Limits = Limits()
     labels: dict[str, Any] = {}
     routes: bool = False  # keep the expert routes of every token
-    ttl_seconds: Annotated[float, Field(gt=0)] | None = (
+    ttl_seconds: Annotated[float, _NUMBER, Field(gt=0)] | None = (
         None  # since its last use; None: the gateway's default
     )
 
@@ -78,9 +86,18 @@ class SessionSpec(_Strict):
 
 def parse_spec(body: Any) -> SessionSpec:
     """Raises `RequestError` that names the key at fault."""
+    if not isinstance(body, dict):
+        raise RequestError("The request body must be a JSON object.")
     try:
         return SessionSpec.model_validate(body)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"])) or None
-        raise RequestError(f"{key or 'session'}: {first['msg']}", param=key) from None
+        key, message = fault(error)
+        raise RequestError(f"{key}: {message}", param=key) from None
+
+
+def fault(error: ValidationError) -> tuple[str, str]:
+    """The key that is at fault first, dotted, and what is wrong with it."""
+    first = error.errors(include_url=False)[0]
+    own = first.get("ctx", {}).get("error")  # raised by a validator of ours
+    message = str(own) if own is not None else first["msg"].replace("valid tuple", "list")
+    return ".".join(map(str, first["loc"])), message

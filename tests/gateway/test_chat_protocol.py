@@ -91,6 +91,8 @@ def test_messages_in_their_canonical_form(wire, canonical):
         ({"temperature": -0.1}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"temperature": "0.5"}, "temperature"),
         ({"max_completion_tokens": -1}, "max_completion_tokens"),
         ({"stop": 3}, "stop"),
         ({"stream": "yes"}, "stream"),
