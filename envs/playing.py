@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 
 from titogym.envs import registry
 from titogym.envs.environment import Action, Environment, InteractiveEnvironment, Message, Observation
+from titogym.envs.rewards import verified
 from titogym.envs.sandboxes.base import Sandbox, SandboxBackend, SandboxSpec
 from titogym.envs.task import Grade, Task
 from titogym.errors import UserError
@@ -47,7 +48,8 @@ async def play(task: Task, policy: Policy, backend: SandboxBackend | None = None
             messages = [*first.messages, *await _work(task, environment, sandbox, policy)]
         if sandbox is not None:
             await sandbox.kill_processes()
-        return Played(tuple(messages), await environment.grade(task, sandbox))
+        grade = verified(await environment.grade(task, sandbox), environment.name)
+        return Played(tuple(messages), grade)
     finally:
         await environment.close()
         if sandbox is not None:

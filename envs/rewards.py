@@ -2,9 +2,10 @@
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
-from titogym.envs.task import GradingError
+from titogym.envs.task import Grade, GradingError
 
 
 def checked(value: object, source: str) -> float:
@@ -16,6 +17,15 @@ def checked(value: object, source: str) -> float:
     if not 0 <= value <= 1:
         raise GradingError(f"{source} holds {value!r}; a reward is within [0, 1].")
     return float(value)
+
+
+def verified(grade: object, environment: str) -> Grade:
+    """What an environment's `grade` returned. Raises `GradingError` unless it is a `Grade` with a reward."""
+    if not isinstance(grade, Grade):
+        raise GradingError(
+            f"The environment {environment!r} returned {str(grade)[:80]!r} from grade: return a Grade."
+        )
+    return replace(grade, reward=checked(grade.reward, f"The grade of the environment {environment!r}"))
 
 
 def from_text(content: bytes, source: str) -> float:

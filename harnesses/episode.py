@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from titogym.cancellation import to_its_end
 from titogym.envs.environment import AgentEnvironment, Environment, InteractiveEnvironment, Observation
 from titogym.envs.registry import environment as find_environment
+from titogym.envs.rewards import verified
 from titogym.envs.sandboxes.base import Sandbox, SandboxBackend, SandboxError
 from titogym.envs.task import GradingError, Task
 from titogym.errors import UserError
@@ -192,9 +193,15 @@ class _Episode:
                 self._environment = environment = ready.environment
                 self._sandbox = asyncio.get_running_loop().create_future()
                 self._sandbox.set_result(ready.sandbox)
-                return _World(environment, ready.first, ready.sandbox, self._connection(session))
-            sandbox = await self._create_sandbox(session) if environment.needs_sandbox else None
-            first = await environment.reset(self._task, sandbox)
+                sandbox, first = ready.sandbox, ready.first
+            else:
+                sandbox = await self._create_sandbox(session) if environment.needs_sandbox else None
+                first = await environment.reset(self._task, sandbox)
+            if not isinstance(first, Observation):
+                raise UserError(
+                    f"The environment {environment.name!r} returned {str(first)[:80]!r} from reset: "
+                    "return an Observation."
+                )
         except GatewayError as error:
             raise _Failed("gateway_error", f"The gateway gave no session: {error}") from error
         except SandboxError as error:
@@ -301,7 +308,8 @@ class _Episode:
             async with asyncio.timeout(limit + VERIFIER_GRACE):
                 if world.sandbox is not None:
                     await world.sandbox.kill_processes()
-                grade = await world.environment.grade(self._task, world.sandbox)
+                environment = world.environment
+                grade = verified(await environment.grade(self._task, world.sandbox), environment.name)
         except TimeoutError:
             self._not_graded(f"the tests were stopped at their limit of {limit:g} s")
         except (GradingError, SandboxError, UserError) as error:

@@ -254,12 +254,15 @@ async def _stepped(world: _World, action: Action) -> Observation:
     """The world's answer. Raises `_Stop` where it has none: that is not the model's fault."""
     outcome, sentence = world.fault
     try:
-        return await world.step(action)
+        observation = await world.step(action)
     except SandboxError as error:
         raise _Stop(outcome, f"{sentence}: {error}") from error
     except Exception as error:
         log.error("%s", sentence, exc_info=error)
         raise _Stop(outcome, f"{sentence}: {type(error).__name__}: {error}") from error
+    if not isinstance(observation, Observation):
+        raise _Stop(outcome, f"{sentence}: step returned {str(observation)[:80]!r}, which is no Observation")
+    return observation
 
 
 def render(result: ExecResult, limit: int) -> str:

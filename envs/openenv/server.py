@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from titogym.cancellation import to_its_end
 from titogym.envs import environment as env
 from titogym.envs import registry
+from titogym.envs.rewards import verified
 from titogym.envs.sandboxes.base import Sandbox, SandboxBackend, SandboxSpec
 from titogym.envs.task import GradingError, Task
 from titogym.envs.tools import Toolbox
@@ -88,7 +89,7 @@ class Episode:
         try:
             if self._sandbox is not None:
                 await self._sandbox.kill_processes()
-            grade = await self._environment.grade(self.task, self._sandbox)
+            grade = verified(await self._environment.grade(self.task, self._sandbox), self._environment.name)
             self.reward, self.evidence = grade.reward, grade.evidence
         except GradingError as error:
             self.evidence = {"error": str(error)}

@@ -79,6 +79,31 @@ class Ungraded(Counter):
         raise GradingError("there is no verdict")
 
 
+class Overpaid(Counter):
+    async def grade(self, task: Task, sandbox: Sandbox | None) -> Grade:
+        return Grade(2.0)
+
+
+class Unpaid(Counter):
+    async def grade(self, task: Task, sandbox: Sandbox | None) -> Grade:
+        return Grade(float("nan"))
+
+
+class Shrugging(Counter):
+    async def grade(self, task: Task, sandbox: Sandbox | None) -> Any:
+        return 0.5
+
+
+class Mute(Counter):
+    async def step(self, action: Action) -> Any:
+        return None
+
+
+class Unborn(Counter):
+    async def reset(self, task: Task, sandbox: Sandbox | None) -> Any:
+        self.happened.append("reset")
+
+
 class Unready(Counter):
     async def reset(self, task: Task, sandbox: Sandbox | None) -> Observation:
         raise SandboxError("no world today")
@@ -167,6 +192,11 @@ async def test_calls_without_tools_are_answered_for_the_environment(world: World
         ("Lost", "environment_error", "The environment 'machine' failed: the machine has gone"),
         ("Buggy", "environment_error", "KeyError: 'oops'"),
         ("Ungraded", "grading_error", "there is no verdict"),
+        ("Overpaid", "grading_error", "The grade of the environment 'counter' holds 2.0; a reward is within"),
+        ("Unpaid", "grading_error", "holds nan; a reward is finite"),
+        ("Shrugging", "grading_error", "The environment 'counter' returned '0.5' from grade: return a Grade"),
+        ("Mute", "environment_error", "step returned 'None', which is no Observation"),
+        ("Unborn", "setup_error", "returned 'None' from reset: return an Observation"),
         ("Unready", "setup_error", "no world today"),
         ("Missing", "setup_error", "Missing"),
     ],
