@@ -123,14 +123,17 @@ def tasks(source: str, *, split: str = "train", seed: int = 0, count: int | None
     """
     parsed = Source.parse(source)
     given = {"split": split, "seed": seed, "count": count, **parsed.options}
-    path = STARTER if parsed.name == "starter" else Path(parsed.name)
-    if path.is_dir():
+    if isinstance(given["count"], int) and given["count"] < 1:
+        raise UserError(f"The source {source!r} is asked for {given['count']} tasks: ask for at least one.")
+    path = directory(parsed.name)
+    if path is not None:
         if extra := parsed.options.keys() - {"count"}:
             raise UserError(f"Task directories take no option {min(extra)!r}, only count.")
         checked = options.fitted(_of_directories, {"path": path, "count": given["count"]}, f"{parsed.name}")
         return _of_directories(**checked)
-    if path.suffix == ".jsonl" and path.is_file():
-        name, given = "jsonl", {"path": path, **given}
+    file = Path(parsed.name)
+    if file.suffix == ".jsonl" and file.is_file():
+        name, given = "jsonl", {"path": file, **given}
     else:
         name = parsed.name
     if name not in generators() and ":" not in name:
@@ -141,14 +144,31 @@ def tasks(source: str, *, split: str = "train", seed: int = 0, count: int | None
     return _generated(name, given)
 
 
+def directory(name: str) -> Path | None:
+    """Where the task directories that a source names are, None where it names something else.
+
+    A generator's own package often lies in a folder of its name: a folder without tasks hides no generator.
+    """
+    if name == "starter":
+        return STARTER
+    path = Path(name)
+    if not path.is_dir() or (name in generators() and not _inside(path)):
+        return None
+    return path
+
+
 def task_directories(path: Path) -> list[Path]:
     """`path` itself if it is a task directory, else those right below it. Raises `UserError` if none."""
-    if is_task_directory(path):
-        return [path]
-    found = sorted(entry for entry in path.iterdir() if entry.is_dir() and is_task_directory(entry))
+    found = _inside(path)
     if not found:
         raise UserError(f"Neither {path} nor a directory in it has a task.toml.")
     return found
+
+
+def _inside(path: Path) -> list[Path]:
+    if is_task_directory(path):
+        return [path]
+    return sorted(entry for entry in path.iterdir() if entry.is_dir() and is_task_directory(entry))
 
 
 def _of_directories(path: Path, count: int | None) -> list[Task]:

@@ -40,6 +40,20 @@ def test_a_directory_without_tasks(tmp_path):
         registry.tasks(str(tmp_path))
 
 
+def test_a_folder_without_tasks_hides_no_generator_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "arithmetic").mkdir()
+    assert len(registry.tasks("arithmetic?level=2&count=2")) == 2
+    (tmp_path / "arithmetic" / "mine").symlink_to(registry.STARTER / "csv-totals")
+    assert [task.id for task in registry.tasks("arithmetic")] == ["titogym/csv-totals"]
+
+
+@pytest.mark.parametrize("source", ["starter?count=0", "starter?count=-1", "starter?count=-12"])
+def test_a_source_is_asked_for_at_least_one_task(source):
+    with pytest.raises(UserError, match="at least one"):
+        registry.tasks(source)
+
+
 def test_a_generator_by_dotted_path():
     made = registry.tasks(f"{__name__}:make_tasks", split="test", seed=4, count=2)
     assert [task.id for task in made] == ["test-4-0", "test-4-1"]
@@ -73,7 +87,7 @@ def test_a_source_has_options_like_a_urls_query():
         ("arithmetic?level=1&level=2", "gives 'level' twice"),
         ("arithmetic?split=dev", "split = 'dev'"),
         ("arithmetic?seed=x", "seed = 'x'"),
-        ("arithmetic?count=0", "made no task"),
+        ("arithmetic?count=0", "at least one"),
         ("starter?level=1", "take no option 'level'"),
         ("starter?count=x", "count = 'x'"),
         (f"{__name__}:make_tasks?level=1", "unexpected keyword argument 'level'"),

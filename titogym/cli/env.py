@@ -106,14 +106,14 @@ def check(
     The solution is solve.sh of terminal tasks and `reference` of interactive environments. A generator makes
     10 tasks if its options say no count.
     """
-    directory = registry.STARTER if source == "starter" else Path(source)
-    found = registry.task_directories(directory) if directory.is_dir() else registry.tasks(source, count=10)
+    directory = registry.directory(source)
+    found = registry.task_directories(directory) if directory else registry.tasks(source, count=10)
     with Progress(console=_console, transient=True) as progress:
         bar = progress.add_task("checking", total=len(found) * 2 * repeats)
         backend = sandbox_backend(sandbox)
 
         async def check_all() -> list[checking.Report]:
-            kind: Any = checking.check_all if directory.is_dir() else checking.check_tasks
+            kind: Any = checking.check_all if directory else checking.check_tasks
             try:
                 reports: list[checking.Report] = await kind(
                     found, backend, repeats, parallel, lambda: progress.advance(bar)
