@@ -20,8 +20,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def _place(item: pytest.Item) -> int:
+    return -1 if item.get_closest_marker("engine") else "tests/templates" in item.path.as_posix()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tell the parallel workers what belongs together; skip GPU tests where there is no GPU, and say so."""
+    """Tell the parallel workers what belongs together; skip GPU tests where there is no GPU, and say so.
+
+    What meets real engines takes longest and goes first. The templates' tests, whose tokenizers take
+    gigabytes, go last: every process that a large process starts is a copy of its page tables.
+    """
+    items.sort(key=_place)
     for item in items:
         # One worker for all that meets a real engine, which takes a minute to start and 3 GB; otherwise a
         # file stays whole, so that its fixtures are made once.

@@ -9,11 +9,12 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO
-
-from typing_extensions import Buffer
+from typing import IO, TYPE_CHECKING
 
 from titogym.envs.sandboxes.base import SandboxError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 Tree = Path | Mapping[str, str]
 
@@ -28,7 +29,7 @@ class Chunks(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: Buffer) -> int:
+    def readinto(self, buffer: "Buffer") -> int:
         view = memoryview(buffer)
         while not self._rest:
             piece = next(self._pieces, None)
