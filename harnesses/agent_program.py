@@ -128,6 +128,7 @@ class AgentProgram:
             "turns": str(task.limits.turns),
             "path": SYSTEM_PATH,
             "driver": DRIVER_FILE,
+            "python": "python3",  # the sandbox's, where nothing was installed
             **(self._installed.values if self._installed else {}),
             **{name: _text(value) for name, value in self._options.items() if not isinstance(value, tuple)},
         }

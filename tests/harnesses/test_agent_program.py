@@ -19,7 +19,7 @@ title = "Mine"
 protocol = "chat"
 matcher = "strict"
 driver = "driver.py"
-command = ["python3", "{driver}", "--effort={effort}", "--more={more}", "{instruction}"]
+command = ["{python}", "{driver}", "--effort={effort}", "--more={more}", "{instruction}"]
 
 [options]
 effort = "high"
