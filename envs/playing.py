@@ -11,8 +11,8 @@ from typing import Any, Literal, cast
 from titogym.envs import registry
 from titogym.envs.environment import Action, Environment, InteractiveEnvironment, Message, Observation
 from titogym.envs.rewards import verified
-from titogym.envs.sandboxes.base import Sandbox, SandboxBackend, SandboxSpec
-from titogym.envs.task import Grade, Task
+from titogym.envs.sandboxes.base import Sandbox, SandboxBackend, SandboxError, SandboxSpec
+from titogym.envs.task import Grade, GradingError, Task
 from titogym.errors import UserError
 
 Policy = Literal["reference", "nothing"]
@@ -50,6 +50,12 @@ async def play(task: Task, policy: Policy, backend: SandboxBackend | None = None
             await sandbox.kill_processes()
         grade = verified(await environment.grade(task, sandbox), environment.name)
         return Played(tuple(messages), grade)
+    except (UserError, SandboxError, GradingError):
+        raise
+    except Exception as error:  # a user's own code
+        raise UserError(
+            f"The environment {environment.name!r} failed: {type(error).__name__}: {error}."
+        ) from error
     finally:
         await environment.close()
         if sandbox is not None:

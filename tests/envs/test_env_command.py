@@ -37,6 +37,15 @@ def test_check_says_what_has_no_reference(tmp_path):
     assert "has no `reference`" in told.output
 
 
+def test_check_and_run_say_what_an_environment_of_ones_own_fails_at(monkeypatch):
+    monkeypatch.setattr("titogym.envs.arithmetic.Arithmetic.reference", lambda self: {}["next"])
+    told = run("check", "arithmetic?count=1", "--repeats", "1")
+    assert told.exit_code == 1
+    assert "KeyError: 'next'" in told.output
+    with pytest.raises(UserError, match="The environment 'arithmetic' failed: KeyError: 'next'"):
+        CliRunner().invoke(app, ["env", "run", "arithmetic"], catch_exceptions=False)
+
+
 def test_run_plays_one_task_and_shows_it():
     told = run("run", "arithmetic?level=3&split=test")
     assert told.exit_code == 0, told.output
