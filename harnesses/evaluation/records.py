@@ -9,6 +9,7 @@ A line is written when its episode has ended and its file is on disk, so whateve
 leaves a usable part. Of several lines about one attempt the last counts.
 """
 
+import fcntl
 import json
 import os
 import re
@@ -90,10 +91,17 @@ class EvaluationDirectory:
             )
 
     def create(self, settings: Mapping[str, Any]) -> None:
-        """Make the directory, or keep it with these settings. Raises `UserError` where the disk does not."""
+        """Make the directory, or keep it with these settings, for this process alone until it ends.
+
+        Raises `UserError` where the disk does not take it, or another evaluation goes on there.
+        """
         try:
             (self.path / "episodes").mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / ".lock").open("wb")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _write(self.path / SETTINGS, json.dumps(settings, indent=2) + "\n")
+        except BlockingIOError:
+            raise UserError(f"An evaluation is going on in {self.path}: choose another --out.") from None
         except OSError as error:
             raise UserError(f"The evaluation cannot be kept in {self.path}: {error.strerror}.") from error
 

@@ -243,3 +243,12 @@ def test_what_cannot_be_measured_is_refused_in_one_sentence(
     tmp_path: Path, words: list[str], sentence: str
 ) -> None:
     assert sentence in refused([word.replace("OUT", str(tmp_path / "results")) for word in words])
+
+
+def test_two_evaluations_do_not_share_a_directory(tmp_path: Path) -> None:
+    first = EvaluationDirectory(tmp_path)
+    first.create({"source": "x"})
+    with pytest.raises(UserError, match="An evaluation is going on in"):
+        EvaluationDirectory(tmp_path).create({"source": "x"})
+    del first
+    EvaluationDirectory(tmp_path).create({"source": "x"})
