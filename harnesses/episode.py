@@ -193,7 +193,8 @@ class _Episode:
                 self._environment = environment = ready.environment
                 self._sandbox = asyncio.get_running_loop().create_future()
                 self._sandbox.set_result(ready.sandbox)
-                sandbox, first = ready.sandbox, ready.first
+                sandbox: Sandbox | None = ready.sandbox
+                first = ready.first
             else:
                 sandbox = await self._create_sandbox(session) if environment.needs_sandbox else None
                 first = await environment.reset(self._task, sandbox)
