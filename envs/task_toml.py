@@ -48,6 +48,7 @@ def _lower(value: object) -> object:
 
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Megabytes = Annotated[int, Field(gt=0, le=1 << 30)]  # a PiB: more overflows what kernels count in bytes
 Variables = Annotated[dict[str, str], BeforeValidator(_variables)]
 User = str | int
 
@@ -102,8 +103,8 @@ class EnvironmentTable(Phase):
     docker_image: str | None = None
     os: Annotated[Literal["linux", "windows"], BeforeValidator(_lower)] = "linux"
     cpus: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    memory_mb: Annotated[int, Field(gt=0)] | None = None
-    storage_mb: Annotated[int, Field(gt=0)] | None = None
+    memory_mb: Megabytes | None = None
+    storage_mb: Megabytes | None = None
     gpus: Annotated[int, Field(ge=0)] | None = None
     gpu_types: list[str] | None = None
     tpu: dict[str, Any] | None = None

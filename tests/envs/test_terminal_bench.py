@@ -118,6 +118,11 @@ def test_canary_lines_are_stripped(directory, canary):
         ("task.toml", '[environment]\nenv = { A = "\\u0000" }', "environment.env.* 'A' as a variable"),
         ("task.toml", "[environment]\nmemory = 'lots'", "environment.memory is 'lots'"),
         ("task.toml", "[environment]\nmemory = '1G'\nmemory_mb = 7", "'1G' contradicts memory_mb = 7"),
+        (
+            "task.toml",
+            "[environment]\nstorage_mb = 99999999999999",
+            "environment.storage_mb is 99999999999999",
+        ),
         ("task.toml", "[verifier]\nenv = 1", "verifier.env is 1"),
         ("task.toml", "[task]\nname = 'alone'", "'alone' must have the form organisation/name"),
         ("task.toml", "[environment]\nworkdir = 'app'", "environment.workdir is 'app'"),
