@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+RESET_SECONDS = 600.0  # that an environment may take to be ready
 EpisodeOutcome = Outcome | Literal["setup_error", "gateway_error", "grading_error"]
 
 # The agent's own ending, good or bad: the model answers for it, so a graded one may be trained on.
@@ -197,7 +198,7 @@ class _Episode:
                 first = ready.first
             else:
                 sandbox = await self._create_sandbox(session) if environment.needs_sandbox else None
-                first = await environment.reset(self._task, sandbox)
+                first = await self._reset(environment, sandbox)
             if not isinstance(first, Observation):
                 raise UserError(
                     f"The environment {environment.name!r} returned {str(first)[:80]!r} from reset: "
@@ -212,6 +213,17 @@ class _Episode:
         except Exception as error:
             raise _Failed("setup_error", _unexpected("the set-up", error)) from error
         return _World(environment, first, sandbox, self._connection(session))
+
+    async def _reset(self, environment: Environment, sandbox: Sandbox | None) -> Observation:
+        try:
+            async with asyncio.timeout(RESET_SECONDS) as limit:
+                return await environment.reset(self._task, sandbox)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise UserError(
+                f"The environment {environment.name!r} did not end its reset within {RESET_SECONDS:.0f} s."
+            ) from None
 
     def _refuse_what_cannot_work(self, environment: Environment) -> None:
         harness = self._harness

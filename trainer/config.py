@@ -127,7 +127,8 @@ class HarnessSection(Section):
     """The agent."""
 
     name: Text = Field(
-        default="openai_loop", description="A harness by name (docs/harnesses.md lists them), dotted path or TOML file."
+        default="openai_loop",
+        description="A harness by name (docs/harnesses.md lists them), dotted path or TOML file.",
     )
     options: dict[str, Any] = Field(
         default_factory=dict,

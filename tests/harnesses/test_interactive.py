@@ -1,5 +1,6 @@
 """Episodes of interactive environments: the loop, the real gateway, a scripted engine."""
 
+import asyncio
 import json
 import pickle
 from typing import Any, ClassVar
@@ -102,6 +103,12 @@ class Mute(Counter):
 class Unborn(Counter):
     async def reset(self, task: Task, sandbox: Sandbox | None) -> Any:
         self.happened.append("reset")
+
+
+class Asleep(Counter):
+    async def reset(self, task: Task, sandbox: Sandbox | None) -> Observation:
+        await asyncio.sleep(60)
+        raise AssertionError("nobody waits that long")
 
 
 class Unready(Counter):
@@ -208,6 +215,15 @@ async def test_faults_of_the_environment(world: World, environment: str, outcome
     assert sentence in (result.error or "")
     assert not result.usable
     assert all(made.happened[-1] == "close" for made in Counter.made)
+
+
+async def test_a_reset_that_hangs_ends_in_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titogym.harnesses.episode.RESET_SECONDS", 0.2)
+    result = await world.run(task("Asleep"), OpenAILoop())
+    assert (result.outcome, result.error) == (
+        "setup_error",
+        "The environment 'counter' did not end its reset within 0 s.",
+    )
 
 
 async def test_a_program_cannot_play(world: World) -> None:
