@@ -41,7 +41,7 @@ def test_check_and_run_say_what_an_environment_of_ones_own_fails_at(monkeypatch)
     monkeypatch.setattr("titogym.envs.arithmetic.Arithmetic.reference", lambda self: dict[str, str]()["next"])
     told = run("check", "arithmetic?count=1", "--repeats", "1")
     assert told.exit_code == 1
-    assert "KeyError: 'next'" in told.output
+    assert "KeyError:" in told.output  # the table may wrap what follows
     with pytest.raises(UserError, match="The environment 'arithmetic' failed: KeyError: 'next'"):
         CliRunner().invoke(app, ["env", "run", "arithmetic"], catch_exceptions=False)
 
