@@ -35,6 +35,14 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     return config
 
 
+def companions(model_dir: Path) -> list[Path]:
+    """What an engine may read of `model_dir` beside weights: configuration, tokenizer, template."""
+    kinds = (".json", ".jinja", ".txt", ".model")
+    return [
+        path for path in model_dir.iterdir() if path.suffix in kinds and not path.name.endswith(".index.json")
+    ]
+
+
 def without_dtype(config: Mapping[str, Any]) -> dict[str, Any]:
     """What `config` says of the model itself, and not of the precision it was saved in."""
     return {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}

@@ -76,7 +76,7 @@ def write_text(path: Path, text: str) -> None:
         handle.flush()
         os.fsync(handle.fileno())
     os.replace(partial, path)
-    _flush_directory(path.parent)
+    flush_directory(path.parent)
 
 
 def _remove_leftovers(path: Path) -> None:
@@ -89,10 +89,11 @@ def _flush(directory: Path) -> None:
     for item in directory.iterdir():
         with item.open("rb") as handle:
             os.fsync(handle.fileno())
-    _flush_directory(directory)
+    flush_directory(directory)
 
 
-def _flush_directory(directory: Path) -> None:
+def flush_directory(directory: Path) -> None:
+    """Bring the names in `directory` to the disk."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -20,6 +20,8 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
+from titogym.trainer.backends.hf_directory import companions
+from titogym.trainer.backends.versions import flush_directory
 from titogym.trainer.weights.delta import Bytes, DeltaError, Encoding, apply, encode
 from titogym.trainer.weights.engines import WeightUpdateError
 from titogym.trainer.weights.layout import Layout, checksum, contents, digest, layout
@@ -83,8 +85,8 @@ class Index:
         partial = folder / f".{INDEX}"
         _write_durably(partial, [json.dumps(body).encode()])
         partial.rename(folder / INDEX)
-        _sync_directory(folder)
-        _sync_directory(folder.parent)
+        flush_directory(folder)
+        flush_directory(folder.parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +241,7 @@ class Replica:
         for folder, index in chain:
             self._patch(file, folder, index)
         self._verify(file, chain[-1][1])
-        for extra in self._model_files():
+        for extra in companions(self._model_dir) if self._model_dir else ():
             shutil.copyfile(extra, partial / extra.name)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
@@ -298,16 +300,6 @@ class Replica:
                 f"Version {index.version} is not what was published: its checksum differs"
             )
 
-    def _model_files(self) -> list[Path]:
-        if self._model_dir is None:
-            return []
-        kinds = (".json", ".jinja", ".txt", ".model")
-        return [
-            path
-            for path in self._model_dir.iterdir()
-            if path.suffix in kinds and not path.name.endswith(".index.json")
-        ]
-
     def _drop_but(self, *kept: "Path | str | None") -> None:
         names = {Path(one).name for one in kept if one is not None}
         for folder in self._folder.iterdir():
@@ -339,11 +331,3 @@ def _write_durably(path: Path, parts: Sequence["bytes | Bytes"]) -> int:
     except OSError as error:
         raise WeightUpdateError(f"Weights could not be written to {path}: {error.strerror}") from None
     return written
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

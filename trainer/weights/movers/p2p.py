@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import psutil
 
 from titogym.gateway.engines.control import EngineControl
+from titogym.trainer.backends.hf_directory import companions
 from titogym.trainer.weights.engines import Engines, WeightUpdateError, is_local
 from titogym.trainer.weights.layout import contents, layout
 from titogym.trainer.weights.plan import plan
@@ -87,8 +88,8 @@ class ReceiverTarget:
 
     def commit(self) -> str:
         files: dict[str, str] = {}
-        for path in self._model_dir.iterdir() if self._model_dir else ():
-            if path.suffix in (".json", ".jinja", ".txt") and not path.name.endswith(".index.json"):
+        for path in companions(self._model_dir) if self._model_dir else ():
+            if path.suffix != ".model":  # a line of JSON carries text alone
                 files[path.name] = path.read_text()
         return str(self._ask({"op": "commit", "files": files})["path"])
 
