@@ -125,13 +125,15 @@ def test_every_duration_has_a_bucket(seconds):
 
 
 async def test_a_task_that_takes_longer_than_the_limit_is_told_to_starve(tmp_path):
-    """Task order is seeded: the same one of five tasks is always two hundred times as slow."""
-    case = Case(tmp_path, run__steps=40, buffer__max_staleness=1)
-    run_episode = case.world.run_episode
+    """One of five tasks always outlasts two weight updates, where one is the most that is allowed."""
+    case = Case(tmp_path, run__steps=40, buffer__max_staleness=1, rollout__episodes_in_flight=40)
+    run_episode, engine = case.world.run_episode, case.world.engine
 
     async def slow_task(task, labels):
         result = await run_episode(task, labels)
-        await asyncio.sleep(0.05 if task.id == "train-3" else 0)
+        sampled_at = int(result.trajectories[0].version_spans[0][2])
+        while task.id == "train-3" and int(engine.version) < sampled_at + 2:
+            await asyncio.sleep(0.05)
         return result
 
     setattr(case.world, "run_episode", slow_task)  # noqa: B010 (typed code may not do this)
