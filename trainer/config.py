@@ -463,7 +463,8 @@ class ClusterSection(Section):
     )
     rollout_workers: Count = Field(default=2, description="Ray: actors that run the episodes between them.")
     max_restarts: Whole = Field(
-        default=3, description="Times that each engine, gateway or rollout worker is replaced when it dies."
+        default=3,
+        description="Times that each engine, gateway, rollout worker and trainer is replaced when it dies.",
     )
 
 

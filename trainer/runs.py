@@ -66,10 +66,13 @@ class RunDirectory:
         """Continue the run in `path`: what was written after its last checkpoint is forgotten."""
         run = cls(path)
         run._acquire()
-        checkpoints = run.checkpoints()
-        run._forget_after(max(checkpoints, default=0))
+        run.rewind()
         run._write_config(config)
         return run
+
+    def rewind(self) -> None:
+        """Forget what was written after the last checkpoint."""
+        self._forget_after(max(self.checkpoints(), default=0))
 
     def release(self) -> None:
         """Give up the lock."""

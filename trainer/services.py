@@ -1,6 +1,7 @@
 """The processes of a run: engines, gateways and trainer. All die with this one."""
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -13,29 +14,31 @@ from titogym.gateway.engines import launch as engines
 from titogym.gateway.engines.control import EngineControl
 from titogym.gateway.engines.launch import EngineOptions
 from titogym.trainer.backends.base import BackendSpec
-from titogym.trainer.backends.process import TrainerProcess
+from titogym.trainer.backends.process import TrainerGone, TrainerProcess
 from titogym.trainer.cluster.base import Cluster, GatewayOptions, Report, Running, RunningGateway
 from titogym.trainer.cluster.supervision import Service, Supervisor
 from titogym.trainer.config import RunConfig
 from titogym.trainer.weights.settings import WeightSettings
 
+log = logging.getLogger(__name__)
 R = TypeVar("R", bound=Running)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Services:
     """Running and connected to one another: the trainer has met the engines."""
 
     trainer: TrainerProcess
+    restart_trainer: Callable[[Path | None], None]  # one that goes on from a checkpoint takes its place
     gateway: RunningGateway
     supervisor: Supervisor
     cluster: Cluster
     eval_gateway: RunningGateway | None = None  # in front of engines that serve evaluation alone
 
     def check_health(self) -> None:
-        """Raises `UserError` when the trainer has died; it alone cannot be replaced while a run goes on."""
+        """Raises `TrainerGone` when the trainer has died: what it learnt since its checkpoint is lost."""
         if not self.trainer.alive():
-            raise UserError("The trainer process stopped; the run can be continued with --resume.")
+            raise TrainerGone("The trainer process stopped.")
 
 
 @contextmanager
@@ -52,7 +55,7 @@ def running(
         # Processes end with the thread that started them: what is replaced later needs one that stays.
         starter = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="services"))
         trainer = cluster.trainer(_backend_spec(config), logs / "trainer.log")
-        stack.callback(trainer.close)
+        stack.callback(lambda: trainer.close())  # the one that runs by then
         # The trainer loads its model on another thread while the engines start: both take long.
         with ThreadPoolExecutor(1) as loading:
             loaded = loading.submit(_load, trainer, config.model.dir, checkpoint)
@@ -84,13 +87,28 @@ def running(
             if not trainer.check_weight_update()["publish/tensors_checked"]:
                 report("Not checked: an engine spreads its weights over several ranks")
         supervisor = Supervisor(own, gateways, connect, starter, lambda name: report(f"Replaced the {name}"))
-        yield Services(
+
+        def restart_trainer(checkpoint: Path | None) -> None:
+            nonlocal trainer
+            trainer.close()
+            trainer = up.trainer = cluster.trainer(_backend_spec(config), logs / "trainer.log")
+            _load(trainer, config.model.dir, checkpoint)
+            try:
+                connect()
+            except TrainerGone:
+                raise
+            except UserError as error:  # an engine has died too: the driver's first update replaces it
+                log.warning("%s", error)
+
+        up = Services(
             trainer,
+            restart_trainer,
             gateways[0].running,
             supervisor,
             cluster,
             gateways[1].running if len(gateways) > 1 else None,
         )
+        yield up
 
 
 def _stop(service: Service[R]) -> None:

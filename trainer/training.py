@@ -26,7 +26,7 @@ from titogym.templates.registry import resolve
 from titogym.templates.tokenizer import Tokenizer
 from titogym.trainer import on_policy, services
 from titogym.trainer.advantages import estimator
-from titogym.trainer.backends.process import TrainerError
+from titogym.trainer.backends.process import TrainerError, TrainerGone
 from titogym.trainer.buffer import BufferSettings
 from titogym.trainer.cluster import cluster
 from titogym.trainer.config import RolloutSection, RunConfig
@@ -40,36 +40,49 @@ from titogym.trainer.report import write_html
 from titogym.trainer.runs import RunDirectory
 from titogym.trainer.trackers import trackers
 
+log = logging.getLogger(__name__)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def run_training(config: RunConfig, console: Console, *, resume: bool = False) -> RunDirectory:
     """Run `config` to its end in its run directory, showing progress on `console`.
 
-    With `resume`, from the last checkpoint there. Call from the main thread. Raises `UserError` when the
+    With `resume`, from the last checkpoint there. A trainer that dies is replaced by one that goes on from
+    there, `cluster.max_restarts` times. Call from the main thread. Raises `UserError` when the
     run cannot start or go on, `KeyboardInterrupt` or `asyncio.CancelledError` when it was stopped by
     SIGINT or SIGTERM. No process and no sandbox is left on any way out.
     """
     prepared = prepare(config)  # what can be wrong without any process running is found first
     run = (RunDirectory.reopen if resume else RunDirectory.create)(config.run.dir, config)
     progress = Progress(console)
-    checkpoints = run.checkpoints()
     if resume:
-        last = max(checkpoints, default=0)
+        last = _last_step(run)
         progress.note(
             f"Continuing from step {last}" if last else "There is no checkpoint yet: starting again"
         )
-    checkpoint = checkpoints[max(checkpoints)] if checkpoints else None
     try:
         with (
             _explained(run),
             _logging_to(run.logs / "driver.log"),
             asyncio.Runner() as runner,
             _live_page(config, run, progress),
-            services.running(config, cluster(config), run.logs, checkpoint, progress.note) as up,
+            services.running(config, cluster(config), run.logs, _last_checkpoint(run), progress.note) as up,
             progress.running(),
         ):
-            runner.run(_train(config, prepared, up, run, progress))
+            restarts = 0
+            while True:
+                try:
+                    if restarts:
+                        run.rewind()
+                        up.restart_trainer(_last_checkpoint(run))
+                        progress.note(f"Replaced the trainer: continuing from step {_last_step(run)}")
+                    runner.run(_train(config, prepared, up, run, progress))
+                    break
+                except TrainerGone as error:
+                    if restarts == config.cluster.max_restarts:
+                        raise
+                    restarts += 1
+                    log.warning("%s", error)
     except TrainerError as error:
         raise UserError(f"{error}\nThe run can be continued with --resume.") from error
     except OSError as error:
@@ -82,6 +95,14 @@ def run_training(config: RunConfig, console: Console, *, resume: bool = False) -
     finally:
         run.release()
     return run
+
+
+def _last_step(run: RunDirectory) -> int:
+    return max(run.checkpoints(), default=0)
+
+
+def _last_checkpoint(run: RunDirectory) -> Path | None:
+    return run.checkpoints().get(_last_step(run))
 
 
 @contextmanager
@@ -209,8 +230,7 @@ async def _parts(config: RunConfig, prepared: Prepared, up: services.Services) -
         (up.gateway.url, up.gateway.admin_key),
         (served.url, served.admin_key),
     )
-    resumed = max(RunDirectory(config.run.dir).checkpoints(), default=0)
-    following = trackers(config, config.run.dir, resumed)
+    following = trackers(config, config.run.dir, _last_step(RunDirectory(config.run.dir)))
     try:
         async with up.cluster.episodes(config, prepared.harness, gateways) as episodes:
             watched = up.supervisor.episode

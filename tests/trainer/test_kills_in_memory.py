@@ -1,15 +1,14 @@
 """Runs that are killed at random calls and resumed: every step once, every group at most once, none lost."""
 
 import random
-from collections import Counter
 from contextlib import suppress
 
 import pytest
 
+from tests.trainer.accounts import assert_groups_accounted_for
 from tests.trainer.test_asynchronous import Case, raise_at
 from titogym.trainer.batch import Group
 from titogym.trainer.buffer import GroupBuffer
-from titogym.trainer.runs import RunDirectory
 from titogym.trainer.storage import read_groups
 
 STEPS = 6
@@ -45,24 +44,8 @@ async def test_killed_twice_at_random_moments(tmp_path, driver, seed):
             await case.go(resume=attempt > 0)
             assert attempt > 0
     run = await case_of(tmp_path, driver, rng).go(resume=True)
-    assert [record["step"] for record in run.metrics()] == list(range(1, STEPS + 1))
-
-    trained = Counter(group.index for step in range(1, STEPS + 1) for group in groups_of(run, step))
-    assert set(trained.values()) == {1}  # none doubled
-    assert trained.total() == STEPS * 3
-    state = run.load_state(STEPS)["ledger"]
-    owed = {index for index, _ in state["owed"]}
-    assert not owed & trained.keys()
-    lost = set(range(state["cursor"])) - owed - trained.keys()
-    assert lost <= set(dropped(run))  # gone, but by name
-
-
-def groups_of(run: RunDirectory, step: int) -> list[Group]:
-    return read_groups(run.batch_path(step))
-
-
-def dropped(run: RunDirectory) -> list[int]:
-    return [event["group"] for event in run.events() if event["kind"] == "group_dropped"]
+    assert len(run.metrics()) == STEPS
+    assert_groups_accounted_for(run, per_step=3)
 
 
 class NewestFirst(GroupBuffer):
@@ -78,5 +61,5 @@ async def test_a_buffer_of_ones_own_is_found_by_dotted_path(tmp_path):
     run = await Case(
         tmp_path, run__driver="sync", buffer__implementation=implementation, run__keep_batches=True
     ).go()
-    places = [group.index for group in groups_of(run, 1)]
+    places = [group.index for group in read_groups(run.batch_path(1))]
     assert places == sorted(places, reverse=True)

@@ -5,8 +5,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -62,7 +64,7 @@ def test_a_run_trains_evaluates_reports_and_leaves_nothing_running(model_dir, en
     assert list((directory / "sandboxes").iterdir()) == []
 
 
-def test_a_run_killed_and_interrupted_leaves_nothing_and_goes_on(model_dir, engine, directory):
+def test_a_run_whose_trainer_and_driver_are_killed_leaves_nothing_and_goes_on(model_dir, engine, directory):
     path = write_config(directory, model_dir, engine, steps=50)
     run = RunDirectory(directory / "run")
 
@@ -75,15 +77,27 @@ def test_a_run_killed_and_interrupted_leaves_nothing_and_goes_on(model_dir, engi
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
-    def wait_for_step(step: int, driver: "subprocess.Popen[bytes]") -> None:
+    def wait_for(what: Callable[[], bool], driver: "subprocess.Popen[bytes]") -> None:
         deadline = time.monotonic() + 200
-        while not any(r["step"] >= step for r in run.metrics()):
+        while not what():
             assert driver.poll() is None, (directory / "out.txt").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
+    def wait_for_step(step: int, driver: "subprocess.Popen[bytes]") -> None:
+        wait_for(lambda: any(r["step"] >= step for r in run.metrics()), driver)
+
     driver = start()
     wait_for_step(2, driver)
+    trainer = next(
+        child
+        for child in psutil.Process(driver.pid).children()
+        if "titogym.trainer.backends.worker" in child.cmdline()
+    )
+    trainer.kill()
+    note = "Replaced the trainer: continuing from step "
+    wait_for(lambda: note in (directory / "out.txt").read_text(), driver)
+    wait_for_step(max(run.checkpoints()) + 2, driver)
     driver.send_signal(signal.SIGKILL)
     driver.wait()
     assert left_behind(directory) == []

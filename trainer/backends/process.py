@@ -28,13 +28,17 @@ class TrainerError(UserError):
     """The trainer failed at a call, or its process is gone. The message says which and where to look."""
 
 
+class TrainerGone(TrainerError):
+    """The trainer's process, or one of its ranks, is no more; another one may go on from a checkpoint."""
+
+
 class TrainerProcess:
     """Mirrors `Backend` over a pipe, one call at a time; every call blocks.
 
     It is rank 0 of as many ranks as the spec's layout has; the others are its children.
     The process starts at once and loads torch while the caller goes on. It dies with this one, even by
     SIGKILL. Create it in the main thread. Every method raises `UserError` with the backend's sentence,
-    or `TrainerError` with its message, or with how the process ended.
+    `TrainerError` with its message, or `TrainerGone` with how the process ended.
     """
 
     def __init__(self, spec: BackendSpec, log: Path) -> None:
@@ -152,19 +156,19 @@ class TrainerProcess:
                 raise UserError(value)
             elif kind == "lost":
                 self.close()
-                raise TrainerError(f"The trainer had to end: {value} (more in {self._child.log})")
+                raise TrainerGone(f"The trainer had to end: {value} (more in {self._child.log})")
             elif kind == "error":
                 raise TrainerError(f"The trainer failed: {value} (more in {self._child.log})")
             elif kind == "result":
                 return value
 
-    def _gone(self) -> TrainerError:
+    def _gone(self) -> TrainerGone:
         with suppress(subprocess.TimeoutExpired):
             self._child.process.wait(_LAST_WORDS)
         self._child.stop()
         status = self._child.process.returncode
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        return TrainerError(
+        return TrainerGone(
             f"The trainer process {how}; the end of {self._child.log}:\n{self._child.log_tail()}"
         )
 

@@ -28,7 +28,7 @@ from titogym.harnesses.base import Harness
 from titogym.harnesses.episode import EpisodeResult
 from titogym.harnesses.registry import harness as make_harness
 from titogym.trainer.backends.base import BackendSpec
-from titogym.trainer.backends.process import TrainerError, TrainerProcess
+from titogym.trainer.backends.process import TrainerGone, TrainerProcess
 from titogym.trainer.cluster.base import GatewayOptions, Report, Running, RunningGateway, RunsEpisodes
 from titogym.trainer.config import RunConfig
 from titogym.trainer.episodes import Episodes, Gateways, episodes
@@ -169,7 +169,7 @@ class RayTrainer:
             return ray.get(self._actor.call.remote(method, arguments))
         except RayActorError as error:
             self._gone = f"The trainer's actor died: {_first_line(error)}"
-            raise TrainerError(self._gone) from None
+            raise TrainerGone(self._gone) from None
         except RayTaskError as error:
             raise error.cause from None
 
