@@ -52,7 +52,7 @@ async def play(task: Task, policy: Policy, backend: SandboxBackend | None = None
         return Played(tuple(messages), grade)
     except (UserError, SandboxError, GradingError):
         raise
-    except Exception as error:  # a user's own code
+    except (Exception, SystemExit) as error:  # a user's own code
         raise UserError(
             f"The environment {environment.name!r} failed: {type(error).__name__}: {error}."
         ) from error

@@ -15,6 +15,7 @@ and all of them take options as the query of a URL does: `arithmetic?level=2&spl
 """
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -92,7 +93,7 @@ def environment(name: str) -> Environment:
     kind = _find(name, environments(), "environment")
     try:
         made: Environment = kind()
-    except Exception as error:  # a user's own code
+    except (Exception, SystemExit) as error:  # a user's own code
         raise UserError(
             f"The environment {name!r} cannot be made: {type(error).__name__}: {error}."
         ) from error
@@ -119,8 +120,17 @@ def tasks(source: str, *, split: str = "train", seed: int = 0, count: int | None
     """The tasks of a source; the options that stand in it win over `split`, `seed` and `count`.
 
     `split` and `seed` choose among a generator's tasks, of which there are `count` (mostly 100 if not
-    said); of directories and files the first `count` are taken in their order. Raises `UserError`.
+    said); of directories and files the first `count` are taken in their order. Raises `UserError`, for two
+    of one name too.
     """
+    found = _tasks(source, split, seed, count)
+    names = Counter(task.id for task in found)
+    if twice := [name for name, times in names.items() if times > 1]:
+        raise UserError(f"Two tasks of {source} are called {twice[0]!r}: give each a name of its own.")
+    return found
+
+
+def _tasks(source: str, split: str, seed: int, count: int | None) -> list[Task]:
     parsed = Source.parse(source)
     given = {"split": split, "seed": seed, "count": count, **parsed.options}
     if isinstance(given["count"], int) and given["count"] < 1:
@@ -187,7 +197,7 @@ def _generated(name: str, given: dict[str, Any]) -> list[Task]:
         made = generate(**fitted)
     except UserError:
         raise
-    except Exception as error:  # a user's own code
+    except (Exception, SystemExit) as error:  # a user's own code
         raise UserError(f"The task generator {name!r} failed: {type(error).__name__}: {error}.") from error
     if not isinstance(made, list) or not all(isinstance(task, Task) for task in made):
         raise UserError(f"The task generator {name!r} must return a list of tasks, not {str(made)[:80]!r}.")

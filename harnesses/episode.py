@@ -210,7 +210,7 @@ class _Episode:
             raise _Failed("setup_error", f"The sandbox could not be made ready: {error}") from error
         except UserError as error:
             raise _Failed("setup_error", str(error)) from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # an environment's own code may exit
             raise _Failed("setup_error", _unexpected("the set-up", error)) from error
         return _World(environment, first, sandbox, self._connection(session))
 
@@ -278,7 +278,7 @@ class _Episode:
                 return await self._attempt(world)
         except TimeoutError:  # the harness did not keep the limit itself
             return HarnessResult("timeout", f"The agent was stopped at its limit of {limit:g} s.")
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # an environment's own code may exit
             return HarnessResult("crashed", _unexpected(f"harness {self._harness.name!r}", error))
 
     async def _attempt(self, world: _World) -> HarnessResult:
@@ -327,7 +327,7 @@ class _Episode:
             self._not_graded(f"the tests were stopped at their limit of {limit:g} s")
         except (GradingError, SandboxError, UserError) as error:
             self._not_graded(str(error))
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # an environment's own code may exit
             self._not_graded(_unexpected("the grader", error))
         else:
             self.result.reward, self.result.evidence = grade.reward, grade.evidence
@@ -379,7 +379,7 @@ class _Episode:
             self.result.seconds[name] = time.monotonic() - started
 
 
-def _unexpected(where: str, error: Exception) -> str:
+def _unexpected(where: str, error: BaseException) -> str:
     log.error("unexpected error in %s", where, exc_info=error)
     return f"Unexpected error in {where}: {type(error).__name__}: {error}"
 

@@ -178,7 +178,7 @@ class OpenAILoop:
         model: str,
         progress: dict[str, int],
     ) -> None:
-        messages = [dict(message) for message in world.first.messages]
+        messages = _sendable(world.first)
         tools = [tool.as_function() for tool in world.first.tools]
         if world.first.done:
             return
@@ -198,7 +198,7 @@ class OpenAILoop:
                 if observation.done:
                     return
                 messages += _unanswered(action, observation)
-                messages += [dict(message) for message in observation.messages]
+                messages += _sendable(observation)
             if task.limits.tokens is not None and progress["tokens"] >= task.limits.tokens:
                 raise _Stop("token_limit", f"The agent sampled its limit of {task.limits.tokens} tokens.")
         raise _Stop("turn_limit", f"The agent reached its limit of {task.limits.turns} turns.")
@@ -250,6 +250,13 @@ def _unanswered(action: Action, observation: Observation) -> list[dict[str, Any]
     ]
 
 
+def _sendable(observation: Observation) -> list[dict[str, Any]]:
+    """The messages. Half a surrogate pair, which models can write as an escape and a world repeat, is "?"."""
+    text = json.dumps(observation.messages, ensure_ascii=False)
+    messages: list[dict[str, Any]] = json.loads(text.encode("utf-8", "replace"))
+    return messages
+
+
 async def _stepped(world: _World, action: Action) -> Observation:
     """The world's answer. Raises `_Stop` where it has none: that is not the model's fault."""
     outcome, sentence = world.fault
@@ -257,7 +264,7 @@ async def _stepped(world: _World, action: Action) -> Observation:
         observation = await world.step(action)
     except SandboxError as error:
         raise _Stop(outcome, f"{sentence}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # an environment's own code
         log.error("%s", sentence, exc_info=error)
         raise _Stop(outcome, f"{sentence}: {type(error).__name__}: {error}") from error
     if not isinstance(observation, Observation):

@@ -117,6 +117,14 @@ def no_tasks(split, seed, count):
     return ["a task?"]
 
 
+def twins(split, seed, count):
+    return [Task("same", "do it"), Task("same", "do that")]
+
+
+def leaving(split, seed, count):
+    raise SystemExit(3)
+
+
 def test_faults_of_a_users_own_code_are_told_in_a_sentence():
     with pytest.raises(UserError, match=r"cannot be made: TypeError.*'world'"):
         registry.environment(f"{__name__}:Needy")
@@ -124,6 +132,10 @@ def test_faults_of_a_users_own_code_are_told_in_a_sentence():
         registry.tasks(f"{__name__}:broken_tasks")
     with pytest.raises(UserError, match="must return a list of tasks"):
         registry.tasks(f"{__name__}:no_tasks")
+    with pytest.raises(UserError, match=r"Two tasks of .* are called 'same'"):
+        registry.tasks(f"{__name__}:twins")
+    with pytest.raises(UserError, match="failed: SystemExit: 3"):
+        registry.tasks(f"{__name__}:leaving")
 
 
 def test_a_long_source_is_no_path():

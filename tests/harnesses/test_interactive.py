@@ -116,6 +116,20 @@ class Unready(Counter):
         raise SandboxError("no world today")
 
 
+class Leaving(Counter):
+    async def step(self, action: Action) -> Observation:
+        raise SystemExit("I am off")
+
+
+class Echo(Counter):
+    """Says what the model has said, as JSON means it."""
+
+    async def step(self, action: Action) -> Observation:
+        self.actions.append(action)
+        said = json.loads(action.tool_calls[0].arguments)["text"]
+        return Observation((tool_result(action.tool_calls[0], said),), done=len(self.actions) == 2)
+
+
 class Speechless(Counter):
     tools = ()
 
@@ -187,6 +201,13 @@ async def test_a_call_that_could_not_be_read_is_told_so(world: World) -> None:
     assert Counter.made[0].actions == []
 
 
+async def test_half_a_surrogate_pair_that_comes_back_is_no_fault(world: World) -> None:
+    world.script(raw_call("count", r'{"text": "\ud800 here"}'))
+    result = await world.run(task("Echo"), OpenAILoop())
+    assert (result.outcome, result.turns) == ("finished", 2)
+    assert "? here" in world.prompts()[1]
+
+
 async def test_calls_without_tools_are_answered_for_the_environment(world: World) -> None:
     world.script(raw_call("count", "{}"))
     result = await world.run(task("Speechless"), OpenAILoop())
@@ -203,6 +224,7 @@ async def test_calls_without_tools_are_answered_for_the_environment(world: World
         ("Unpaid", "grading_error", "holds nan; a reward is finite"),
         ("Shrugging", "grading_error", "The environment 'counter' returned '0.5' from grade: return a Grade"),
         ("Mute", "environment_error", "step returned 'None', which is no Observation"),
+        ("Leaving", "environment_error", "The environment 'counter' failed: SystemExit: I am off"),
         ("Unborn", "setup_error", "returned 'None' from reset: return an Observation"),
         ("Unready", "setup_error", "no world today"),
         ("Missing", "setup_error", "Missing"),

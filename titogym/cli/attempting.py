@@ -64,7 +64,7 @@ def find_tasks(
 ) -> "list[Task]":
     """The tasks of a source, each under `turns` if given.
 
-    Raises `UserError`, for two of one name too, and for those that `sandbox` has no images for.
+    Raises `UserError`, also for those that `sandbox` has no images for.
     """
     from titogym.envs.registry import tasks
     from titogym.envs.terminal_bench import need_images
@@ -76,9 +76,6 @@ def find_tasks(
             f"{len(needing)} of {len(found)} tasks need images, which the local sandbox does not have: "
             f"choose --sandbox docker or daytona. The first is {task.id}: {reason}."
         )
-    names = [task.id for task in found]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(f"Two tasks of {source} are called {twice[0]!r}: give each a name of its own.")
     if turns is None:
         return found
     return [replace(task, limits=replace(task.limits, turns=turns)) for task in found]

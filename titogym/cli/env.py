@@ -136,7 +136,8 @@ def check(
             f"{len(unsound)} of {len(reports)} tasks are not sound: {', '.join(unsound)}", style="red"
         )
         raise typer.Exit(1)
-    _console.print(f"All {len(reports)} tasks are sound.", style="green")
+    sound = "The task is" if len(reports) == 1 else f"All {len(reports)} tasks are"
+    _console.print(f"{sound} sound.", style="green")
 
 
 @command.command()
