@@ -19,6 +19,7 @@ import struct
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -115,7 +116,7 @@ class ScriptedEngine:
         self.aborted: list[str] = []  # rids ended by /abort_request, a pause, or a client that went away
         self.most_in_flight = 0
         self._in_flight: dict[str, Generation] = {}
-        self._served: list[list[int]] = []  # rows in the prefix cache
+        self._served: deque[list[int]] = deque(maxlen=256)  # rows in the prefix cache, which is finite
         self._paused = False
         self._updating = False
         self._port = port
