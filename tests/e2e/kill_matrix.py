@@ -132,7 +132,9 @@ def kill_all(
             "run.keep_batches=true",
             "checkpoint.every=2",
         ]
-        if not layout.own_engine:
+        if layout.own_engine:
+            settings.append("engine.dtype=float32")
+        else:
             options = EngineOptions(str(folder / "model"), dtype="float32", seed=1)
             url = stack.enter_context(running(options, folder / "engine.log")).url
             settings.append(f'engine.urls=["{url}"]')

@@ -26,9 +26,6 @@ steps = 100000
 dir = "{model}"
 family = "qwen3"
 
-[engine]
-dtype = "float32"
-
 [environment]
 source = "{REPOSITORY / "envs" / "tasks"}"
 

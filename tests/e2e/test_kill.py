@@ -13,7 +13,7 @@ from tests.trainer.accounts import assert_groups_accounted_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.train, pytest.mark.sandbox, pytest.mark.timeout(900)]
 
-KEPT = ("--set", "run.keep_batches=true")
+OPTIONS = ("--set", "engine.dtype=float32", "--set", "run.keep_batches=true")
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def run(tiny_model: Path) -> Iterator[Run]:
 
 
 def test_kill_everything_then_finish(run: Run) -> None:
-    driver = run.start(*KEPT)
+    driver = run.start(*OPTIONS)
     run.wait_for_step(2)
     for victim, name in (
         ("sglang.launch_server", "engine"),
@@ -55,7 +55,7 @@ def test_kill_everything_then_finish(run: Run) -> None:
     driver.wait()
     assert_gone(children, ports)
     step = max(run.records.checkpoints())
-    assert run.start("--resume", *KEPT, "--set", f"run.steps={step + 4}").wait(400) == 0, run.output
+    assert run.start("--resume", *OPTIONS, "--set", f"run.steps={step + 4}").wait(400) == 0, run.output
     assert len(run.records.metrics()) == step + 4
     assert_groups_accounted_for(run.records, GROUPS_PER_STEP)
     assert run.sandboxes() == []
