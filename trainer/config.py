@@ -389,6 +389,22 @@ class TrainerSection(Section):
     timeout: Positive = Field(
         default=600.0, description="Seconds that one rank waits for another before the trainer gives up."
     )
+    launcher: Literal["spawn", "torchrun"] = Field(
+        default="spawn",
+        description="What starts the ranks: `spawn`, the driver as child processes; `torchrun`, started by "
+        "the driver on one node and by you on several (docs/cluster.md).",
+    )
+    nodes: Count = Field(
+        default=1, description="Machines that share the ranks equally; several need `torchrun`."
+    )
+    driver_address: Text | None = Field(
+        default=None,
+        description="With `torchrun`: HOST:PORT of the driver's machine, where it listens for the ranks. "
+        "Left out: a free port of 127.0.0.1.",
+    )
+    start_timeout: Positive = Field(
+        default=600.0, description="With `torchrun`: seconds until all ranks have met the driver."
+    )
 
     def layout(self) -> Layout:
         return Layout(

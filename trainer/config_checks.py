@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from titogym.trainer.backends.meeting import parse_address
+
 if TYPE_CHECKING:
     from titogym.trainer.config import AlgorithmSection, OptimizerConfig, RunConfig, TrainerSection
 
@@ -82,6 +84,12 @@ def impossible(config: RunConfig) -> Iterator[str]:
             f"engine.context_length = {context}: lower the former"
         )
     yield from _impossible_training(config.trainer, config.optimizer)
+    yield from _impossible_launch(config.trainer)
+    if config.trainer.launcher == "torchrun" and config.cluster.kind == "ray":
+        yield (
+            'trainer.launcher = "torchrun" goes with cluster.kind = "local": Ray starts the trainer itself. '
+            "Change either"
+        )
     if config.trainer.backend == "fsdp" and algorithm.needs_value:
         yield (
             'algorithm.advantage = "gae" needs a value head, which trainer.backend = "fsdp" does not have: '
@@ -146,6 +154,32 @@ def _impossible_training(trainer: TrainerSection, optimizer: OptimizerConfig) ->
         yield (
             f"optimizer.schedule = {optimizer.schedule!r} needs optimizer.decay_steps: over how many updates "
             "the learning rate falls"
+        )
+
+
+def _impossible_launch(trainer: TrainerSection) -> Iterator[str]:
+    if trainer.launcher == "spawn":
+        for key in sorted({"nodes", "driver_address", "start_timeout"} & trainer.model_fields_set):
+            yield f'trainer.{key} has no effect here: remove it, or set trainer.launcher = "torchrun"'
+        return
+    world = trainer.layout().world
+    if world % trainer.nodes:
+        yield (
+            f"trainer.nodes = {trainer.nodes} cannot share {world} ranks equally (the product of tensor, "
+            "pipeline, context and data parallel): change either"
+        )
+    if trainer.driver_address is not None:
+        try:
+            host, _ = parse_address(trainer.driver_address)
+        except ValueError as error:
+            yield f"trainer.driver_address: {error}, such as 10.0.0.5:29400: correct it"
+        else:
+            if host in ("0.0.0.0", "::"):
+                yield "trainer.driver_address is told to the ranks: name an address that they can reach"
+    elif trainer.nodes > 1:
+        yield (
+            f"trainer.nodes = {trainer.nodes} needs trainer.driver_address, HOST:PORT of this machine, where "
+            "ranks on other machines find the driver: set it"
         )
 
 

@@ -104,7 +104,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """One line about what happens next."""
-        self.console.print(Text(text, style="dim"))
+        self.console.print(Text(text, style="dim"), soft_wrap=True)  # there may be a command in it
 
     def step(self, record: Mapping[str, Any]) -> None:
         """One step is done; `record` is its line of metrics.jsonl."""

@@ -54,7 +54,7 @@ def running(
         stack.callback(cluster.close)
         # Processes end with the thread that started them: what is replaced later needs one that stays.
         starter = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="services"))
-        trainer = cluster.trainer(_backend_spec(config), logs / "trainer.log")
+        trainer = cluster.trainer(_backend_spec(config), logs / "trainer.log", report)
         stack.callback(lambda: trainer.close())  # the one that runs by then
         # The trainer loads its model on another thread while the engines start: both take long.
         with ThreadPoolExecutor(1) as loading:
@@ -91,7 +91,7 @@ def running(
         def restart_trainer(checkpoint: Path | None) -> None:
             nonlocal trainer
             trainer.close()
-            trainer = up.trainer = cluster.trainer(_backend_spec(config), logs / "trainer.log")
+            trainer = up.trainer = cluster.trainer(_backend_spec(config), logs / "trainer.log", report)
             _load(trainer, config.model.dir, checkpoint)
             try:
                 connect()

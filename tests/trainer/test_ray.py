@@ -68,7 +68,7 @@ def test_actors_that_die_take_their_process_along_and_are_replaced(
     key = {"authorization": f"Bearer {gateway.admin_key}"}
     session = httpx.post(f"{gateway.url}/sessions", headers=key, json={}).json()["id"]
 
-    trainer = cluster.trainer(BackendSpec(threads=1), directory / "trainer.log")
+    trainer = cluster.trainer(BackendSpec(threads=1), directory / "trainer.log", print)
     trainer.load_hf(model_dir)
     assert trainer.step() == 0
     with pytest.raises(UserError, match=r"config\.json"):

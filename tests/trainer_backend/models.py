@@ -29,6 +29,8 @@ SIZES = {
     "max_position_embeddings": 512,
     "initializer_range": 0.1,
 }
+# what `init_random` takes
+TINY = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "tie_word_embeddings": True, **SIZES}
 EXPERTS, TOP_K = 4, 2
 MOE = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 48, "head_dim": 16}
 LLAMA3_ROPE = {

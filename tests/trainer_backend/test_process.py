@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.trainer_backend.models import SIZES, batch
+from tests.trainer_backend.models import TINY, batch
 from titogym.errors import UserError
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.process import TrainerError, TrainerProcess
@@ -19,7 +19,6 @@ from titogym.trainer.config import OptimizerConfig
 from titogym.trainer.sft import SftConfig
 
 pytestmark = pytest.mark.train
-TINY = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "tie_word_embeddings": True, **SIZES}
 SPEC = BackendSpec(optimizer=OptimizerConfig(lr=1e-2), threads=1)
 
 

@@ -8,7 +8,8 @@ import time
 import psutil
 import pytest
 
-from tests.trainer_backend.models import SIZES, batch
+from tests.trainer_backend.ends import assert_gone
+from tests.trainer_backend.models import TINY, batch
 from titogym.errors import UserError
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.layout import Layout
@@ -17,7 +18,6 @@ from titogym.trainer.backends.process import TrainerError, TrainerProcess
 from titogym.trainer.config import OptimizerConfig
 
 pytestmark = pytest.mark.train
-TINY = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "tie_word_embeddings": True, **SIZES}
 DATA = [30, 50, 41, 7]
 
 
@@ -28,11 +28,6 @@ def started(layout, log, timeout):
     (other,) = [child for child in psutil.Process(trainer.pid).children() if "RANK" in child.environ()]
     assert other.environ()["RANK"] == "1"
     return trainer, other
-
-
-def assert_gone(*processes):
-    _, alive = psutil.wait_procs(processes, timeout=10)
-    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_two_ranks_work_as_one_until_one_is_killed(tmp_path):

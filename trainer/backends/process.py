@@ -1,27 +1,20 @@
-"""The trainer in a process of its own, driven by a process that never imports torch."""
+"""The trainer in processes of its own, driven by a process that never imports torch."""
 
-import signal
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from titogym import processes
 from titogym.errors import UserError
 from titogym.trainer.backends.base import BackendSpec
+from titogym.trainer.backends.spawn import Spawned
 from titogym.trainer.batch import TrainBatch
 from titogym.trainer.sft import Example, Report, SftConfig
 from titogym.trainer.weights.settings import WeightSettings
-
-_LAST_WORDS = 15.0  # seconds between the pipe's end and the process's, after which it is ended
 
 
 class TrainerError(UserError):
@@ -32,36 +25,55 @@ class TrainerGone(TrainerError):
     """The trainer's process, or one of its ranks, is no more; another one may go on from a checkpoint."""
 
 
-class TrainerProcess:
-    """Mirrors `Backend` over a pipe, one call at a time; every call blocks.
-
-    It is rank 0 of as many ranks as the spec's layout has; the others are its children.
-    The process starts at once and loads torch while the caller goes on. It dies with this one, even by
-    SIGKILL. Create it in the main thread. Every method raises `UserError` with the backend's sentence,
-    `TrainerError` with its message, or `TrainerGone` with how the process ended.
-    """
-
-    def __init__(self, spec: BackendSpec, log: Path) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._child = processes.spawn(
-                "trainer",
-                [sys.executable, "-m", "titogym.trainer.backends.worker", str(theirs.fileno()), str(log)],
-                log=log,
-                env=_thread_settings(spec),
-                pass_fds=[theirs.fileno()],
-            )
-        self._connection = Connection(ours.detach())
-        self._lock = threading.Lock()
-        self._started = False
-        self._transmit(spec)
+class Link(Protocol):
+    """A trainer that was started, whoever started its ranks. Every method may be called from any thread."""
 
     @property
     def pid(self) -> int:
-        return self._child.pid
+        """Of rank 0."""
+        ...
+
+    @property
+    def output(self) -> str:
+        """Where to read what the ranks have written."""
+        ...
+
+    def connection(self) -> Connection:
+        """To rank 0, told the spec. Waits for the ranks; raises `TrainerError` when they do not come."""
+        ...
+
+    def alive(self) -> bool: ...
+
+    def ending(self) -> str:
+        """How it ended, asked once its connection has."""
+        ...
+
+    def stop(self, lost: bool = False) -> None:
+        """End it. `lost`: something is amiss with it, so that another one may follow. Safe to call twice."""
+        ...
+
+
+class TrainerProcess:
+    """Mirrors `Backend` over a connection, one call at a time; every call blocks.
+
+    At the other end is rank 0 of as many ranks as the spec's layout has. Without a `link` it is a child of
+    this process, and the other ranks are its children: it starts at once, loads torch while the caller goes
+    on, and dies with this process, even by SIGKILL. Create it in the main thread.
+    Every method raises `UserError` with the backend's sentence, `TrainerError` with its message, or
+    `TrainerGone` with how the trainer ended.
+    """
+
+    def __init__(self, spec: BackendSpec, log: Path, link: Link | None = None) -> None:
+        self._link = link or Spawned(spec, log)
+        self._lock = threading.Lock()
+        self._started = False
+
+    @property
+    def pid(self) -> int:
+        return self._link.pid
 
     def alive(self) -> bool:
-        return self._child.alive()
+        return self._link.alive()
 
     def load_hf(self, model_dir: Path) -> None:
         self._call("load_hf", model_dir)
@@ -126,56 +138,35 @@ class TrainerProcess:
         return figures
 
     def close(self) -> None:
-        """End the process. A call that is in progress elsewhere fails. Safe to call twice."""
-        self._child.stop()
-        self._connection.close()
+        """End the trainer. A call that is in progress elsewhere fails. Safe to call twice."""
+        self._link.stop()
 
     def _call(self, method: str, *arguments: Any, report: Report | None = None) -> Any:
         with self._lock:
+            connection = self._link.connection()
             if not self._started:
-                self._receive(None)
+                self._receive(connection, None)
                 self._started = True
-            self._transmit((method, arguments))
-            return self._receive(report)
+            try:
+                connection.send((method, arguments))
+            except OSError:
+                raise TrainerGone(self._link.ending()) from None
+            return self._receive(connection, report)
 
-    def _transmit(self, message: object) -> None:
-        try:
-            self._connection.send(message)
-        except OSError:
-            raise self._gone() from None
-
-    def _receive(self, report: Report | None) -> Any:
+    def _receive(self, connection: Connection, report: Report | None) -> Any:
         while True:
             try:
-                kind, value = self._connection.recv()
+                kind, value = connection.recv()
             except (EOFError, OSError):
-                raise self._gone() from None
+                raise TrainerGone(self._link.ending()) from None
             if kind == "progress" and report is not None:
                 report(*value)
             elif kind == "user_error":
                 raise UserError(value)
             elif kind == "lost":
-                self.close()
-                raise TrainerGone(f"The trainer had to end: {value} (more in {self._child.log})")
+                self._link.stop(lost=True)
+                raise TrainerGone(f"The trainer had to end: {value} (more in {self._link.output})")
             elif kind == "error":
-                raise TrainerError(f"The trainer failed: {value} (more in {self._child.log})")
+                raise TrainerError(f"The trainer failed: {value} (more in {self._link.output})")
             elif kind == "result":
                 return value
-
-    def _gone(self) -> TrainerGone:
-        with suppress(subprocess.TimeoutExpired):
-            self._child.process.wait(_LAST_WORDS)
-        self._child.stop()
-        status = self._child.process.returncode
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        return TrainerGone(
-            f"The trainer process {how}; the end of {self._child.log}:\n{self._child.log_tail()}"
-        )
-
-
-def _thread_settings(spec: BackendSpec) -> dict[str, str]:
-    """Threads that wait must not spin: engine, gateway and sandboxes share the cores with the trainer."""
-    settings = {"OMP_WAIT_POLICY": "PASSIVE"}
-    if spec.threads is not None:
-        settings["OMP_NUM_THREADS"] = str(spec.threads)
-    return settings

@@ -7,16 +7,12 @@ once by the end of its pipe, one that hangs by the time limit of the collective 
 
 import os
 import queue
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Literal
 
 from titogym import processes
@@ -46,35 +42,49 @@ def attempt(call: Callable[[], Any]) -> Outcome:
         return "error", f"{type(error).__name__}: {error}"
 
 
-class Team:
-    """Ranks 1, 2, ... on this machine, started by rank 0 and dying with it. Make it in the main thread.
+@dataclass(frozen=True, slots=True)
+class Member:
+    """Another rank, as rank 0 holds it."""
 
-    `give_up` is called, from another thread, when this rank is stuck in a call because of another one.
+    connection: Connection
+    ending: Callable[[], str]  # how it ended, asked when its connection has been closed
+
+
+class Team:
+    """Ranks 1, 2, ... however they were started. Each is told the spec, and where the ranks meet.
+
+    They meet on the machine of this rank, which the others know as `host`. `give_up` is called, from another
+    thread, when this rank is stuck in a call because of another one.
     """
 
-    def __init__(self, spec: BackendSpec, log: Path, give_up: Callable[[str], None]) -> None:
+    def __init__(
+        self, spec: BackendSpec, members: Mapping[int, Member], host: str, give_up: Callable[[str], None]
+    ) -> None:
         self._patience = spec.timeout
         self._started = False
         self._give_up = give_up
         self._outcomes: queue.SimpleQueue[tuple[int, Outcome | None]] = queue.SimpleQueue()
         self._waiting = threading.Event()  # this rank has done its part of the call
-        self._ranks: dict[int, tuple[processes.Child, Connection]] = {}
-        world = spec.layout.world
-        common = {
-            "WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(processes.free_port()),
+        self._members = members
+        place = {
+            "WORLD_SIZE": str(spec.layout.world),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(processes.free_port("")),
+            # torchrun's store knows the addresses of ranks that have died; ours starts with this team.
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
         }
-        for rank in range(1, world):
-            self._start(rank, common, log.with_name(f"{log.stem}-rank{rank}{log.suffix}"), spec)
-        os.environ |= common | {"RANK": "0", "LOCAL_RANK": "0"}
+        for rank, member in members.items():
+            with suppress(OSError):  # a dead rank is reported by `agree`
+                member.connection.send((spec, place))
+            threading.Thread(target=self._listen, args=(rank, member), daemon=True).start()
+        os.environ |= place | {"RANK": "0", "LOCAL_RANK": "0"}
 
     def call(self, message: tuple[str, Sequence[Any]]) -> None:
         """Pass a call on, before this rank does its own part of it."""
         self._waiting.clear()
-        for _, connection in self._ranks.values():
+        for member in self._members.values():
             with suppress(OSError):  # a dead rank is reported by `agree`
-                connection.send(message)
+                member.connection.send(message)
 
     def agree(self, own: Outcome) -> Outcome:
         """Wait until every rank has ended the call as this one did. Raises `RanksLost` when one did not."""
@@ -83,14 +93,14 @@ class Team:
         patience = self._patience if own[0] == "result" else _GRACE
         if not self._started:
             patience = max(patience, _START)
-        while missing := self._ranks.keys() - outcomes.keys():
+        while missing := self._members.keys() - outcomes.keys():
             try:
                 rank, outcome = self._outcomes.get(timeout=patience)
             except queue.Empty:
                 names = ", ".join(map(str, sorted(missing)))
                 raise RanksLost(f"rank {names} did not answer in time{_said(outcomes)}") from None
             if outcome is None:
-                raise RanksLost(self._how_ended(rank))
+                raise RanksLost(self._members[rank].ending())
             outcomes[rank] = outcome
         self._started = True
         ends = {(kind, None if kind == "result" else value) for kind, value in outcomes.values()}
@@ -98,48 +108,20 @@ class Team:
             raise RanksLost(f"the ranks did not agree{_said(outcomes)}")
         return own
 
-    def _start(self, rank: int, common: dict[str, str], log: Path, spec: BackendSpec) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            child = processes.spawn(
-                f"trainer rank {rank}",
-                [sys.executable, "-m", "titogym.trainer.backends.worker", str(theirs.fileno())],
-                log=log,
-                env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                pass_fds=[theirs.fileno()],
-            )
-        connection = Connection(ours.detach())
-        connection.send(spec)
-        self._ranks[rank] = child, connection
-        threading.Thread(target=self._listen, args=(rank, connection), daemon=True).start()
-
-    def _listen(self, rank: int, connection: Connection) -> None:
+    def _listen(self, rank: int, member: Member) -> None:
         outcome: Outcome | None = None
         while True:
             try:
-                outcome = connection.recv()
+                outcome = member.connection.recv()
             except (EOFError, OSError):
                 outcome = None
             self._outcomes.put((rank, outcome))
             failed = outcome is None or outcome[0] != "result"
             if failed and not self._waiting.wait(_GRACE):
-                said = self._how_ended(rank) if outcome is None else f"rank {rank} failed: {outcome[1]}"
+                said = member.ending() if outcome is None else f"rank {rank} failed: {outcome[1]}"
                 self._give_up(said)
             if outcome is None:
                 return
-
-    def _how_ended(self, rank: int) -> str:
-        child, _ = self._ranks[rank]
-        with suppress(subprocess.TimeoutExpired):
-            child.process.wait(2)
-        status = child.process.returncode
-        if status is None:
-            how = "closed its pipe"
-        elif status < 0:
-            how = f"was killed by {signal.Signals(-status).name}"
-        else:
-            how = f"ended with status {status}"
-        return f"rank {rank} {how}; the end of {child.log}:\n{child.log_tail()}"
 
 
 def _said(outcomes: dict[int, Outcome]) -> str:

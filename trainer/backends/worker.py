@@ -1,19 +1,25 @@
-"""The trainer process: a backend that answers calls from a pipe. Started by `process.TrainerProcess`."""
+"""A rank of the trainer: a backend that answers calls. `spawn` starts it, or torchrun."""
 
+import argparse
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from titogym.errors import UserError
+from titogym.processes import die_with_parent
 from titogym.trainer.backends.base import Backend, BackendSpec
-from titogym.trainer.backends.ranks import RanksLost, Team, attempt
+from titogym.trainer.backends.joining import join
+from titogym.trainer.backends.meeting import Address, parse_address
+from titogym.trainer.backends.ranks import Member, RanksLost, Team, attempt
+from titogym.trainer.backends.spawn import children
 from titogym.trainer.sft import Example, SftConfig, sft
 from titogym.trainer.weights.settings import WeightSettings
 from titogym.trainer.weights.update import WeightUpdates
@@ -99,28 +105,37 @@ class Worker:
         return self._weights
 
 
-def main(descriptor: int, log: Path | None) -> None:
+def serve(
+    connection: Connection, others: Callable[[BackendSpec], Mapping[int, Member]] | None, host: str
+) -> None:
     """Serve calls until the other end closes. The first message is the spec; no backend, no service.
 
-    Rank 0, which the driver starts, answers with how all ranks have ended the call; the others, which rank 0
-    starts, with how they did.
+    Rank 0, which the driver talks to, has the `others`, who know its machine as `host`, and answers with how
+    all ranks have ended the call; they answer it with how they did.
     """
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
-    connection = Connection(descriptor)
     sending = threading.Lock()
 
     def send(message: object) -> None:
         with sending:
             connection.send(message)
 
-    def give_up(why: str) -> None:
+    def give_up(why: str) -> NoReturn:
         send(("lost", why))
         os._exit(1)
 
     with suppress(EOFError, ConnectionError):
-        spec: BackendSpec = connection.recv()
-        team = Team(spec, log, give_up) if log is not None and spec.layout.world > 1 else None
-        leads = "RANK" not in os.environ or os.environ["RANK"] == "0"
+        spec: BackendSpec
+        spec, place = connection.recv()
+        os.environ |= place
+        team: Team | None = None
+        if others is not None:
+            try:
+                members = others(spec)
+            except RanksLost as error:
+                give_up(str(error))
+            team = Team(spec, members, host, give_up) if members else None
+        leads = os.environ.get("RANK", "0") == "0"
         worker: Worker | None = None
 
         def begin() -> None:
@@ -142,5 +157,40 @@ def main(descriptor: int, log: Path | None) -> None:
             outcome = attempt(partial(worker.answer, *message))
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    ways = parser.add_subparsers(dest="way", required=True)
+    pipe = ways.add_parser("pipe", help="be a child of the driver, or of rank 0")
+    pipe.add_argument("descriptor", type=int, help="of the connection to the parent")
+    pipe.add_argument("log", type=Path, nargs="?", help="of rank 0, beside which those of the others go")
+    rank = ways.add_parser("join", help="be a rank that torchrun has started")
+    rank.add_argument("driver", type=parse_address, help="HOST:PORT where the driver listens")
+    rank.add_argument("key", type=Path, help="file with the key that the driver asks for")
+    rank.add_argument("patience", type=float, help="seconds to try to reach the driver")
+    options = parser.parse_args()
+    if options.way == "join":
+        _join(options.driver, options.key, options.patience)
+    elif options.log is None:
+        serve(Connection(options.descriptor), None, "")
+    else:
+        serve(
+            Connection(options.descriptor),
+            lambda spec: children(spec.layout.world, options.log),
+            "127.0.0.1",
+        )
+
+
+def _join(driver: Address, key_file: Path, patience: float) -> None:
+    if "RANK" not in os.environ:
+        sys.exit("Start this program by torchrun, with the command that titogym train prints.")
+    die_with_parent(os.getppid())  # torchrun, which may be killed
+    try:
+        joined = join(driver, key_file, patience)
+    except UserError as error:
+        sys.exit(str(error))
+    serve(joined.calls, (lambda spec: joined.others()) if joined.leads else None, joined.host)
+    joined.end()
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]) if len(sys.argv) > 2 else None)
+    main()

@@ -78,8 +78,8 @@ class Cluster(Protocol):
         """Start a gateway. One that replaces another gets its address, its key and its sessions."""
         ...
 
-    def trainer(self, spec: BackendSpec, log: Path) -> TrainerProcess:
-        """Start the trainer with all its ranks."""
+    def trainer(self, spec: BackendSpec, log: Path, report: Report) -> TrainerProcess:
+        """Start the trainer with all its ranks. Call from the main thread."""
         ...
 
     def episodes(

@@ -10,13 +10,17 @@ from titogym.gateway.launch import Address
 from titogym.harnesses.base import Harness
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.process import TrainerProcess
+from titogym.trainer.backends.torchrun import Torchrun
 from titogym.trainer.cluster.base import GatewayOptions, Report, Running, RunningGateway, RunsEpisodes
 from titogym.trainer.config import RunConfig
 from titogym.trainer.episodes import Gateways, episodes
 
 
 class Local:
-    """A `Cluster` of one machine."""
+    """A `Cluster` of one machine; with `torchrun`, the trainer's ranks may be on others."""
+
+    def __init__(self, torchrun: Torchrun | None = None) -> None:
+        self._torchrun = torchrun
 
     def engine(
         self, number: int, options: EngineOptions, log: Path, timeout: float, report: Report
@@ -34,8 +38,10 @@ class Local:
             replacing=address,
         )
 
-    def trainer(self, spec: BackendSpec, log: Path) -> TrainerProcess:
-        return TrainerProcess(spec, log)
+    def trainer(self, spec: BackendSpec, log: Path, report: Report) -> TrainerProcess:
+        if self._torchrun is None:
+            return TrainerProcess(spec, log)
+        return TrainerProcess(spec, log, self._torchrun.start(spec, log, report))
 
     def episodes(
         self, config: RunConfig, harness: Harness, gateways: Gateways
@@ -43,4 +49,5 @@ class Local:
         return episodes(config, harness, gateways)
 
     def close(self) -> None:
-        pass
+        if self._torchrun is not None:
+            self._torchrun.close()

@@ -290,7 +290,7 @@ class OnRay:
         address = _get(actor.gateway.remote(here, old))
         return RayServer("gateway", actor, address.url, address.admin_key)
 
-    def trainer(self, spec: BackendSpec, log: Path) -> TrainerProcess:
+    def trainer(self, spec: BackendSpec, log: Path, report: Report) -> TrainerProcess:
         gpus = spec.layout.world if self._has_gpus() else 0
         share = gpus / 2 if self._config.engine.placement == "colocated" else gpus
         actor = self._actor(self.trainer_actor, 0, share).remote(spec, log.absolute())
