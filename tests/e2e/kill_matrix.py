@@ -149,7 +149,8 @@ def kill_all(
             kill(victim, run, arguments)
             outcome.killed[victim.name] += 1
             tick()
-            if dice.random() > UNRECOVERED:
+            # What dies before a driver has started ends that driver, which says so.
+            if victim == DRIVER or dice.random() > UNRECOVERED:
                 wait_for_a_step(run)
         wait_for_a_step(run)
         outcome.steps = finish(run, arguments)

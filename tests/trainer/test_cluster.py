@@ -55,11 +55,15 @@ class World:
     def __init__(self, engine: ScriptedEngine, model_dir: Path, directory: Path, restarts: int) -> None:
         self.starter = ThreadPoolExecutor(1)
         self.connected = 0
+        self.stillborn = 0  # engines that will die while they start
         self.replaced: list[str] = []
         options = GatewayOptions([engine.url], model_dir, directory)
         cluster = Local()
 
         def again(old: Running) -> Running:
+            if self.stillborn:
+                self.stillborn -= 1
+                raise UserError("The engine stopped with status -9 while starting")
             engine.start()
             return Scripted(engine)
 
@@ -140,6 +144,17 @@ async def test_a_gateway_waits_for_engines_that_may_not_serve_yet(world):
     await world.supervisor.let_in()
     assert world.gateway.running.alive()
     assert not world.draining()
+
+
+async def test_an_engine_that_dies_while_it_starts_is_started_again(world):
+    world.kill_engine()
+    world.stillborn = 1
+    assert await world.supervisor.mend()
+    assert world.engine.running.alive()
+    assert world.engine.restarts == 0
+    world.kill_engine()
+    with pytest.raises(UserError, match=r"engine stopped with status -9(.|\n)*max_restarts"):
+        await world.supervisor.mend()
 
 
 async def test_what_dies_too_often_is_an_error_that_names_it(world):

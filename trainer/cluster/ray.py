@@ -237,20 +237,31 @@ class RayEpisodes:
         async with self._starting:
             if worker.actor is not dead:
                 return  # another episode of it has seen to that
-            if worker.restarts == 0:
-                raise UserError(
-                    f"Rollout worker {worker.number} died ({_first_line(error)}), as often as "
-                    "cluster.max_restarts allows; the run can be continued with --resume."
-                ) from None
-            worker.restarts -= 1
+            _spend_restart(worker, error)
             await self._begin(worker)
 
     async def _begin(self, worker: _Worker) -> None:
-        worker.actor = self._start()
-        try:
-            await worker.actor.prepare.remote()
-        except RayTaskError as error:
-            raise error.cause from None
+        """Give it an actor, once that is ready for episodes."""
+        while True:
+            actor = self._start()
+            try:
+                await actor.prepare.remote()
+            except RayTaskError as error:
+                raise error.cause from None
+            except RayActorError as error:  # it has died while it was starting
+                _spend_restart(worker, error)
+                continue
+            worker.actor = actor
+            return
+
+
+def _spend_restart(worker: _Worker, error: RayActorError) -> None:
+    if worker.restarts == 0:
+        raise UserError(
+            f"Rollout worker {worker.number} died ({_first_line(error)}), as often as cluster.max_restarts "
+            "allows; the run can be continued with --resume."
+        ) from None
+    worker.restarts -= 1
 
 
 class OnRay:

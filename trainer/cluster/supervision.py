@@ -113,18 +113,26 @@ class Supervisor:
         self._whole.clear()
         self._losses += 1
         for service in lost:
-            log.warning("%s", service.running.ending())
-            if service.restarts == 0:
-                raise UserError(
-                    f"The {service.running.ending()}\nIt has been replaced as often as cluster.max_restarts "
-                    "allows; the run can be continued with --resume."
-                )
-            service.restarts -= 1
+            self._spend_restart(service, service.running.ending())
+
+    @staticmethod
+    def _spend_restart(service: Service[R], ending: str) -> None:
+        log.warning("%s", ending)
+        if service.restarts == 0:
+            raise UserError(
+                f"The {ending}\nIt has been replaced as often as cluster.max_restarts allows; the run can be "
+                "continued with --resume."
+            )
+        service.restarts -= 1
 
     async def _replace(self, service: Service[R]) -> None:
         old = service.running
         await self._blocking(old.stop)
-        service.running = await self._blocking(lambda: service.restart(old))
+        while service.running is old:
+            try:
+                service.running = await self._blocking(lambda: service.restart(old))
+            except UserError as error:  # it has died again while it was starting
+                self._spend_restart(service, str(error).removeprefix("The "))
         log.warning("the %s was replaced", service.name)
         self.on_replaced(service.name)
 
