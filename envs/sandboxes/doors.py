@@ -17,6 +17,8 @@ from titogym.envs.task import AllowList
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
+MOST_CONNECTIONS = 64  # at once to one port: each takes descriptors of the driver, which others need too
+
 _CHUNK = 1 << 16
 _RETRY = 0.1  # s
 
@@ -41,13 +43,14 @@ def environment_of(spec: SandboxSpec) -> Mapping[str, str]:
 
 
 class Door:
-    """Serves each connection that arrives on `listener`."""
+    """Serves each connection that arrives on `listener`; those beyond `MOST_CONNECTIONS` wait."""
 
     def __init__(self, listener: socket.socket, serve: Serve) -> None:
         self._listener = listener
         self._serve = serve
         self._connections: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
+        self._free = asyncio.Semaphore(MOST_CONNECTIONS)
 
     def open(self) -> None:
         self._listener.setblocking(False)
@@ -65,14 +68,20 @@ class Door:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            try:
-                inside, _ = await loop.sock_accept(self._listener)
-            except OSError:  # no descriptor is free just now
-                await asyncio.sleep(_RETRY)
-                continue
+            await self._free.acquire()
+            while True:
+                try:
+                    inside, _ = await loop.sock_accept(self._listener)
+                    break
+                except OSError:  # no descriptor is free just now
+                    await asyncio.sleep(_RETRY)
             task = loop.create_task(self._serve_one(inside))
             self._connections.add(task)
-            task.add_done_callback(self._connections.discard)
+            task.add_done_callback(self._ended)
+
+    def _ended(self, connection: "asyncio.Task[None]") -> None:
+        self._connections.discard(connection)
+        self._free.release()
 
     async def _serve_one(self, inside: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=inside, limit=_CHUNK)

@@ -2,10 +2,12 @@
 
 import asyncio
 import ipaddress
+import socket
 
 import pytest
 
 from titogym.envs.sandboxes.base import SandboxSpec, Unsupported
+from titogym.envs.sandboxes.doors import MOST_CONNECTIONS, Door
 from titogym.envs.sandboxes.proxy import Hosts
 from titogym.envs.task import AllowList
 from titogym.errors import UserError
@@ -122,3 +124,29 @@ async def test_a_listed_name_does_not_lead_into_the_drivers_own_network(backend,
 async def test_the_proxys_port_is_no_services(backend):
     with pytest.raises(Unsupported, match="3128"):
         await backend.create(SandboxSpec(network=AllowList(("a.example",)), services={3128: "127.0.0.1:1"}))
+
+
+async def test_idle_connections_do_not_use_up_the_drivers_descriptors():
+    served = 0
+
+    async def serve(reader, writer):
+        nonlocal served
+        served += 1
+        await reader.read()
+
+    listener = socket.create_server(("127.0.0.1", 0), backlog=2 * MOST_CONNECTIONS)
+    door = Door(listener, serve)
+    door.open()
+    held = [socket.create_connection(listener.getsockname()) for _ in range(MOST_CONNECTIONS + 10)]
+    try:
+        await asyncio.sleep(0.2)
+        assert served == MOST_CONNECTIONS
+        for connection in held[:10]:  # those who wait come in when others leave
+            connection.close()
+        async with asyncio.timeout(10):
+            while served < len(held):
+                await asyncio.sleep(0.01)
+    finally:
+        door.close()
+        for connection in held:
+            connection.close()

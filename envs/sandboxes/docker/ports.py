@@ -18,7 +18,7 @@ from titogym.envs.sandboxes.base import SandboxError, Unsupported
 from titogym.envs.sandboxes.docker import commands, porter
 from titogym.envs.sandboxes.docker.engine import Engine, EngineError
 from titogym.envs.sandboxes.docker.namespaces import listen_inside
-from titogym.envs.sandboxes.doors import Door, Serve
+from titogym.envs.sandboxes.doors import MOST_CONNECTIONS, Door, Serve
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +139,8 @@ class _Porter:
     async def _take(self, connection: int, kind: int, payload: bytes) -> None:
         if kind == porter.READY:
             self._ready.set()
+        elif kind == porter.OPEN and len(self._towards) >= MOST_CONNECTIONS:
+            await self._send(connection, porter.CLOSE)
         elif kind == porter.OPEN:
             ours, theirs = socket.socketpair()
             reader, self._towards[connection] = await asyncio.open_connection(sock=ours, limit=porter.CHUNK)
