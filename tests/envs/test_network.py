@@ -128,10 +128,13 @@ async def test_the_proxys_port_is_no_services(backend):
 
 async def test_idle_connections_do_not_use_up_the_drivers_descriptors():
     served = 0
+    all_served = asyncio.Event()
 
     async def serve(reader, writer):
         nonlocal served
         served += 1
+        if served == MOST_CONNECTIONS + 10:
+            all_served.set()
         await reader.read()
 
     listener = socket.create_server(("127.0.0.1", 0), backlog=2 * MOST_CONNECTIONS)
@@ -143,9 +146,7 @@ async def test_idle_connections_do_not_use_up_the_drivers_descriptors():
         assert served == MOST_CONNECTIONS
         for connection in held[:10]:  # those who wait come in when others leave
             connection.close()
-        async with asyncio.timeout(10):
-            while served < len(held):
-                await asyncio.sleep(0.01)
+        await asyncio.wait_for(all_served.wait(), 10)
     finally:
         door.close()
         for connection in held:
