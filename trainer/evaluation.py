@@ -214,13 +214,14 @@ class ExternalEvaluator:
 
 
 async def _snapshot(write: Snapshot, directory: Path, version: int) -> None:
-    """Readers see the whole snapshot or none."""
+    """Readers see the whole snapshot or none. One that is there is of these weights, and may be in use."""
     path = snapshot_path(directory, version)
+    if path.is_dir():
+        return
     partial = path.with_name(f".partial-{path.name}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     await write(partial)
-    shutil.rmtree(path, ignore_errors=True)
     partial.rename(path)
 
 

@@ -22,6 +22,7 @@ import os
 import platform
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -39,6 +40,7 @@ from titogym.trainer.storage import read_groups, write_groups
 
 Record = dict[str, Any]
 _STEP = re.compile(r"step-(\d+)$")
+_NUMBERED = re.compile(r"(?:step|eval)-(\d+)")  # files and folders of one step, or of one version
 _STATUS_SECONDS = 10.0  # a status that is older is that of a process that was killed
 
 
@@ -48,6 +50,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: IO[bytes] | None = None
+        self._saving = threading.Lock()  # held while a checkpoint is written
 
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> "RunDirectory":
@@ -58,6 +61,7 @@ class RunDirectory:
             raise UserError(
                 f"{path} already holds a run: continue it with --resume, or set run.dir to another directory."
             )
+        run._forget_after(-1)  # what is left of one that came to no step was not of these weights
         run._write_config(config)
         return run
 
@@ -71,8 +75,9 @@ class RunDirectory:
         return run
 
     def rewind(self) -> None:
-        """Forget what was written after the last checkpoint."""
-        self._forget_after(max(self.checkpoints(), default=0))
+        """Forget what was written after the last checkpoint; one that is being written counts."""
+        with self._saving:
+            self._forget_after(max(self.checkpoints(), default=0))
 
     def release(self) -> None:
         """Give up the lock."""
@@ -136,6 +141,12 @@ class RunDirectory:
             [*ours, *(record for record in theirs if record["version"] not in known)],
             key=lambda record: record["version"],
         )
+
+    def scored(self) -> set[int]:
+        """Versions that have a score, or a file beside their snapshot, which may be half written yet."""
+        ours = {record["version"] for record in read_lines(self.eval_path)}
+        files = self.evaluation_snapshots.glob("step-*.json")
+        return ours | {int(match[1]) for path in files if (match := _STEP.match(path.stem))}
 
     @staticmethod
     def _external(path: Path) -> Record:
@@ -246,19 +257,20 @@ class RunDirectory:
         """
         final = self.path / "checkpoints" / f"step-{step:06d}"
         partial = final.with_name(f".partial-{final.name}")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        save_trainer(partial / "trainer")
-        if groups:
-            write_groups(partial / "groups.safetensors", groups)
-        with (partial / "state.json").open("wb") as out:
-            out.write(orjson.dumps({"step": step, **state}))
-            out.flush()
-            os.fsync(out.fileno())
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        for old in list(self.checkpoints().values())[:-keep]:
-            shutil.rmtree(old)
+        with self._saving:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            save_trainer(partial / "trainer")
+            if groups:
+                write_groups(partial / "groups.safetensors", groups)
+            with (partial / "state.json").open("wb") as out:
+                out.write(orjson.dumps({"step": step, **state}))
+                out.flush()
+                os.fsync(out.fileno())
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+            for old in list(self.checkpoints().values())[:-keep]:
+                shutil.rmtree(old)
         return final
 
     def load_state(self, step: int) -> Record:
@@ -318,10 +330,12 @@ class RunDirectory:
                 temporary = path.with_suffix(".partial")
                 temporary.write_bytes(b"".join(orjson.dumps(record) + b"\n" for record in kept))
                 temporary.replace(path)
-        # Weights of steps that are taken again will be others: neither they nor their scores count.
-        for path in self.evaluation_snapshots.glob("step-*"):
-            if (match := _STEP.match(path.stem)) and int(match[1]) > step:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        # Weights of steps that are taken again will be others: neither they, nor their scores, nor what they
+        # wrote or were trained on counts.
+        for folder in (self.evaluation_snapshots, self.path / "trajectories", self.path / "batches"):
+            for path in folder.glob("*-*"):
+                if (match := _NUMBERED.fullmatch(path.stem)) and int(match[1]) > step:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _versions() -> Record:

@@ -56,7 +56,7 @@ def prometheus_text(record: Mapping[str, Any] | None, meanings: Mapping[str, str
 class TensorBoardTracker:
     """Writes event files to `directory`, without TensorFlow or torch.
 
-    A run that continues from step `resumed` has TensorBoard forget what was written of later ones.
+    TensorBoard is told to forget what an earlier process wrote of steps after `resumed`, which come again.
     """
 
     def __init__(self, directory: Path, resumed: int = 0) -> None:
@@ -66,12 +66,8 @@ class TensorBoardTracker:
 
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(directory))
-        if resumed:
-            self._writer.add_event(
-                Event(
-                    step=resumed + 1, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START)
-                )
-            )
+        start = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(step=resumed + 1, wall_time=time.time(), session_log=start))
 
     def step(self, record: Mapping[str, Any]) -> None:
         self._write(record["step"], record["time"], dict(figures(record)))

@@ -73,6 +73,7 @@ def run_training(config: RunConfig, console: Console, *, resume: bool = False) -
             while True:
                 try:
                     if restarts:
+                        up.trainer.close()  # then no call of it goes on that could still write a checkpoint
                         run.rewind()
                         up.restart_trainer(_last_checkpoint(run))
                         progress.note(f"Replaced the trainer: continuing from step {_last_step(run)}")

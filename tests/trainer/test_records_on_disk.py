@@ -257,11 +257,12 @@ def test_tensorboard_has_every_step_and_late_scores_at_their_own(tmp_path):
     assert [(e.step, e.value) for e in read.Scalars("eval/score")] == [(2, 1.0)]
 
 
-def test_tensorboard_forgets_the_steps_that_a_resumed_run_takes_again(tmp_path):
+@pytest.mark.parametrize("again_from", [0, 1])
+def test_tensorboard_forgets_the_steps_that_a_resumed_run_takes_again(tmp_path, again_from):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for resumed, steps, reward in ((0, (1, 2, 3), 0.25), (1, (2, 3, 4), 0.75)):
+    for resumed, steps, reward in ((0, (1, 2, 3), 0.25), (again_from, range(again_from + 1, 5), 0.75)):
         tracker = TensorBoardTracker(tmp_path, resumed)
         for step in steps:
             tracker.step({**RECORD, "step": step, "reward/mean": reward})
@@ -270,7 +271,7 @@ def test_tensorboard_forgets_the_steps_that_a_resumed_run_takes_again(tmp_path):
     read = EventAccumulator(str(tmp_path))
     read.Reload()
     assert [(e.step, e.value) for e in read.Scalars("reward/mean")] == [
-        (1, 0.25),
+        (1, 0.25 if again_from else 0.75),
         (2, 0.75),
         (3, 0.75),
         (4, 0.75),

@@ -114,7 +114,7 @@ class Driver(ABC):
                 scoring = group.create_task(self._evaluator.run(self._waiting_for_scores()))
                 async with self._weights:
                     await self._publish(self._step)
-                if self._step == 0:
+                if self._step == 0 or self._evaluation_is_due():  # a kill may have come before it
                     await self._evaluate()
                 collecting = group.create_task(self._worker.run())
                 while self._step < self._config.run.steps:
@@ -122,7 +122,8 @@ class Driver(ABC):
                 collecting.cancel()
                 await asyncio.wait([collecting])
                 await self._evaluate()
-                await self._checkpoint()
+                if self._step not in self._run.checkpoints():
+                    await self._checkpoint()
                 self._phase = "waiting for evaluations"
                 await self._evaluator.finish()
                 self._phase = "saving the model"
@@ -246,7 +247,7 @@ class Driver(ABC):
 
     async def _evaluate(self) -> None:
         """Have the present weights scored, unless they are."""
-        if self._config.eval is None or self._step in {done["version"] for done in self._run.evaluations()}:
+        if self._config.eval is None or self._step in self._run.scored():
             return
         self._phase = "evaluating"
         await self._evaluator.due(self._step)
@@ -262,8 +263,8 @@ class Driver(ABC):
 
     def _waiting_for_scores(self) -> list[int]:
         """Versions whose snapshot an earlier process took and did not score; not what is due again anyway."""
-        again = {self._step} if self._step in (0, self._config.run.steps) else set()
-        done = {record["version"] for record in self._run.evaluations()} | again
+        again = self._step in (0, self._config.run.steps) or self._evaluation_is_due()
+        done = self._run.scored() | ({self._step} if again else set())
         return [v for v in self._run.evaluation_snapshots_taken() if v not in done and v <= self._step]
 
     async def _snapshot(self, path: Path) -> None:

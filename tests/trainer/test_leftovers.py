@@ -1,0 +1,113 @@
+"""What a kill leaves in a run directory, and what becomes of it when a run starts there or goes on."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from tests.trainer.test_asynchronous import Case, configuration, raise_at
+from tests.trainer.test_evaluation import Dedicated
+from titogym.trainer.runs import RunDirectory
+
+
+async def test_a_run_does_not_take_over_the_scores_of_one_that_came_to_no_step(tmp_path):
+    first = Case(tmp_path)
+    first.trainer.on_call = raise_at("train_step", "killed")
+    with pytest.raises(RuntimeError, match="killed"):
+        await first.go()
+    assert [e["version"] for e in RunDirectory(tmp_path).evaluations()] == [0]
+    second = Case(tmp_path)
+    second.trainer.logits = np.array([0.0, 0.0, 0.0, 5.0])  # another model
+    run = await second.go()
+    assert run.evaluations()[0]["score"] > 0.9
+
+
+@pytest.mark.parametrize("driver", ["sync", "async"])
+async def test_an_evaluation_that_a_kill_interrupted_is_made_after_the_resume(tmp_path, driver):
+    changes = {"run__driver": driver, "eval__every": 2, "checkpoint__every": 1}
+    first = Case(tmp_path, **changes)
+    evaluate = first.world.run_eval_episode
+
+    async def killed(task, labels):
+        if labels["evaluation"] == "4":
+            raise RuntimeError("killed")
+        return await evaluate(task, labels)
+
+    first.world.run_eval_episode = killed  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="killed"):
+        await first.go()
+    run = await Case(tmp_path, **changes).go(resume=True)
+    assert [e["version"] for e in run.evaluations()] == [0, 2, 4, 6]
+    assert [e["versions"] for e in run.evaluations()] == [["0"], ["2"], ["4"], ["6"]]
+
+
+async def test_a_snapshot_of_the_checkpoint_is_scored_once_after_the_resume(tmp_path):
+    changes = {"run__driver": "sync", "eval__every": 2, "checkpoint__every": 2}
+    first = Dedicated(tmp_path, **changes)
+    first.evaluation.delay = 10
+    first.trainer.on_call = raise_at("publish 3", "killed")
+    with pytest.raises(RuntimeError, match="killed"):
+        await first.go()
+    assert RunDirectory(tmp_path).evaluation_snapshots_taken() == [0, 2]
+    second = Dedicated(tmp_path, **changes)
+    run = await second.go(resume=True)
+    assert sorted(second.evaluation.loaded) == [0, 2, 4, 6]
+    assert [e["version"] for e in run.evaluations()] == [0, 2, 4, 6]
+
+
+async def test_a_finished_run_does_not_write_its_last_checkpoint_again(tmp_path):
+    run = await Case(tmp_path).go()
+    path = run.checkpoints()[6]
+    before = path.stat().st_ino
+    await Case(tmp_path).go(resume=True)
+    assert path.stat().st_ino == before  # a kill while it is replaced would lose it
+
+
+async def test_a_score_that_is_being_written_elsewhere_does_not_stop_the_run(tmp_path):
+    case = Case(tmp_path, eval__place="external", eval__every=1)
+
+    def half(call: str) -> None:
+        if call == "publish 3":
+            (tmp_path / "eval" / "step-000001.json").write_text('{"sco')
+
+    case.trainer.on_call = half
+    run = await case.go()
+    assert [r["step"] for r in run.metrics()] == [1, 2, 3, 4, 5, 6]
+
+
+async def test_trajectories_and_batches_of_forgotten_steps_are_forgotten(tmp_path):
+    first = Case(tmp_path, run__keep_batches=True, checkpoint__every=2, eval__every=3)
+    first.trainer.on_call = raise_at("publish 5", "killed")
+    with pytest.raises(RuntimeError, match="killed"):
+        await first.go()
+    RunDirectory.reopen(tmp_path, first.config).release()
+    steps = [f"step-{step:06d}" for step in (1, 2, 3, 4)]
+    assert sorted(path.stem for path in (tmp_path / "batches").iterdir()) == steps
+    kept = {name for name, _ in RunDirectory(tmp_path).trajectory_files()}
+    assert kept == {*steps, "eval-000000", "eval-000003"}
+
+
+def test_a_checkpoint_that_is_being_written_is_whole_before_later_steps_are_forgotten(tmp_path):
+    """A trainer may die between its save and the end of the checkpoint, which another thread writes."""
+    run = RunDirectory.create(tmp_path, configuration(tmp_path))
+    for step in (1, 2):
+        run.add_metrics({"step": step})
+    saved, go_on = threading.Event(), threading.Event()
+
+    def save(path):
+        path.mkdir()
+        saved.set()
+        assert go_on.wait(10)
+
+    writing = threading.Thread(target=run.save_checkpoint, args=(2, {}, save, 1))
+    writing.start()
+    assert saved.wait(10)
+    rewinding = threading.Thread(target=run.rewind)
+    rewinding.start()
+    rewinding.join(0.2)
+    go_on.set()
+    rewinding.join(10)
+    writing.join(10)
+    assert list(run.checkpoints()) == [2]
+    assert [r["step"] for r in run.metrics()] == [1, 2]
+    run.release()
