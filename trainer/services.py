@@ -38,7 +38,7 @@ class Services:
     def check_health(self) -> None:
         """Raises `TrainerGone` when the trainer has died: what it learnt since its checkpoint is lost."""
         if not self.trainer.alive():
-            raise TrainerGone("The trainer process stopped.")
+            raise TrainerGone(self.trainer.ending())
 
 
 @contextmanager

@@ -75,6 +75,10 @@ class TrainerProcess:
     def alive(self) -> bool:
         return self._link.alive()
 
+    def ending(self) -> str:
+        """How it ended, for a person: asked when it is alive no more."""
+        return self._link.ending()
+
     def load_hf(self, model_dir: Path) -> None:
         self._call("load_hf", model_dir)
 

@@ -155,6 +155,9 @@ class RayTrainer:
     def alive(self) -> bool:
         return self._gone is None
 
+    def ending(self) -> str:
+        return self._gone or "The trainer runs."
+
     def close(self) -> None:
         """End it, whatever it is doing."""
         ray.kill(self._actor)
