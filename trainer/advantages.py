@@ -57,7 +57,7 @@ def grpo(rewards: Sequence[float], *, divide_by_std: bool = True) -> Floats:
 
 
 def rloo(rewards: Sequence[float]) -> Floats:
-    """Leave-one-out advantages of `n >= 2` episodes of one task, shape `[n]`.
+    """Leave-one-out advantages of `n` episodes of one task, shape `[n]`; 0 for one that has no others.
 
         A_i = r_i - 1/(n - 1) sum_{j != i} r_j
 
@@ -65,7 +65,7 @@ def rloo(rewards: Sequence[float]) -> Floats:
     """
     r = np.asarray(rewards, dtype=np.float64)
     centred: Floats = r - r.mean()
-    return centred * (len(r) / (len(r) - 1))
+    return centred * (len(r) / max(len(r) - 1, 1))
 
 
 def discounted(rewards: Floats, gamma: float) -> Floats:

@@ -26,7 +26,7 @@ from titogym.trainer.runs import RunDirectory
 from titogym.trainer.trackers import prometheus_text
 
 HOST = "127.0.0.1"
-_PLACE = re.compile(r"[a-z]+-\d+/\d+")
+_PLACE = re.compile(r"[a-z]+-\d+/\d{1,9}")
 _FILES = {"/style.css": "text/css", "/live.js": "text/javascript"}
 _HEADERS = {
     "content-security-policy": (

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -112,9 +112,11 @@ def _explained(run: RunDirectory) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with suppress(OSError, UserError):  # which would hide why the run was stopped
+        try:
             if run.metrics():
                 write_html(run)
+        except Exception:  # which would hide why the run was stopped
+            log.exception("no report of the run that was stopped")
         raise
 
 

@@ -234,7 +234,8 @@ def _piece(record: Mapping[str, Any], position: int) -> dict[str, Any]:
     logprob = record["logprobs"][position]
     tip += f"\nengine log-prob {logprob:.4f} (p = {math.exp(min(logprob, 0.0)):.3f})"
     if "trainer_logprobs" in record:
-        tip += f"\ntrainer log-prob {record['trainer_logprobs'][position]:.4f}"
+        trainer = record["trainer_logprobs"][position]
+        tip += f"\ntrainer log-prob {'not finite' if trainer is None else f'{trainer:.4f}'}"
     for start, end, version in record["version_spans"]:
         if start <= position < end:
             tip += f"\nweight version {version}"

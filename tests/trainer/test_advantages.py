@@ -48,6 +48,11 @@ def test_equal_rewards_give_no_advantage(reward, n):
     assert np.abs(rloo([reward] * n)).max() < 1e-9
 
 
+def test_an_episode_that_has_no_others_has_no_advantage():
+    """A resumed run may hold such a group from before `rollout.min_episodes` was raised."""
+    assert rloo([1.0]).tolist() == grpo([1.0]).tolist() == [0.0]
+
+
 @given(rewards_of_a_group)
 def test_rloo_compares_each_with_the_mean_of_the_others(rewards):
     others = [math.fsum(rewards[:i] + rewards[i + 1 :]) / (len(rewards) - 1) for i in range(len(rewards))]

@@ -4,10 +4,14 @@ import threading
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from tests.trainer.test_asynchronous import Case, configuration, raise_at
 from tests.trainer.test_evaluation import Dedicated
+from titogym.cli.main import app
+from titogym.errors import UserError
 from titogym.trainer.runs import RunDirectory
+from titogym.trainer.training import _explained as explained
 
 
 async def test_a_run_does_not_take_over_the_scores_of_one_that_came_to_no_step(tmp_path):
@@ -111,3 +115,30 @@ def test_a_checkpoint_that_is_being_written_is_whole_before_later_steps_are_forg
     assert list(run.checkpoints()) == [2]
     assert [r["step"] for r in run.metrics()] == [1, 2]
     run.release()
+
+
+async def test_a_run_whose_log_probs_are_no_numbers_says_what_stopped_it_and_can_be_looked_at(tmp_path):
+    case = Case(tmp_path, run__keep_trajectories=1)
+    case.trainer._logprobs = lambda batch: [  # type: ignore[method-assign]
+        np.full(len(row), np.nan, dtype=np.float32) for row in batch.tokens
+    ]
+
+    def stop(call: str) -> None:
+        if call == "publish 2":
+            raise UserError("The gradient norm is nan.")
+
+    case.trainer.on_call = stop
+    run = RunDirectory(tmp_path)
+    with pytest.raises(UserError, match="norm is nan"), explained(run):
+        await case.go()
+    assert "not finite" in (tmp_path / "report.html").read_text()
+    for view in ((), ("--table",)):
+        shown = CliRunner().invoke(app, ["show", str(tmp_path), "--trajectory", "step-000001/0", *view])
+        assert shown.exit_code == 0, shown.exception
+
+
+def test_a_report_that_fails_does_not_hide_why_the_run_stopped(tmp_path):
+    run = RunDirectory(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("[]\n")
+    with pytest.raises(UserError, match="why"), explained(run):
+        raise UserError("why")

@@ -94,7 +94,16 @@ def test_every_listed_trajectory_opens_token_by_token(url):
 
 
 @pytest.mark.parametrize(
-    "place", ["step-000006/99", "nothing", "..%2F..%2Fconfig.json", "step-9/x", "../config/0", "step-1/-1"]
+    "place",
+    [
+        "step-000006/99",
+        "step-1/" + "9" * 5000,
+        "nothing",
+        "..%2F..%2Fconfig.json",
+        "step-9/x",
+        "../config/0",
+        "step-1/-1",
+    ],
 )
 def test_what_is_not_kept_is_not_found(url, place):
     assert httpx.get(f"{url}/trajectories/{place}").status_code == 404

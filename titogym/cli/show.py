@@ -136,7 +136,7 @@ def _facts(record: dict[str, Any]) -> str:
     ]
     if "trainer_logprobs" in record and sampled:
         gap = math.fsum(
-            abs(ours - theirs)
+            math.nan if ours is None else abs(ours - theirs)  # JSON has no number that is not finite
             for ours, theirs, mask in zip(
                 record["trainer_logprobs"], record["logprobs"], record["loss_mask"], strict=True
             )
@@ -172,10 +172,14 @@ def _token_table(record: dict[str, Any]) -> Table:
             Text(repr(text)[1:-1], _style(logprob) if mask else "dim"),
             str(mask),
             f"{logprob:.4f}" if mask else "",
-            f"{trainer[position]:.4f}" if mask and trainer else "",
+            _number(trainer[position]) if mask and trainer else "",
             versions.get(position, ""),
         )
     return table
+
+
+def _number(logprob: float | None) -> str:
+    return "not finite" if logprob is None else f"{logprob:.4f}"
 
 
 def _style(logprob: float) -> str:
