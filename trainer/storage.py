@@ -5,6 +5,7 @@ Arrays are named `NUMBER.COLUMN`, the samples numbered in the order of the group
 `groups` is the JSON of the rest.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -23,8 +24,8 @@ _ARRAYS = {"tokens": np.int32, "loss_mask": np.uint8, "logprobs": np.float64}
 def write_groups(
     path: Path, groups: Sequence[Group], columns: Mapping[str, Sequence[NDArray[Any]]] | None = None
 ) -> None:
-    """Write `groups`, and further `columns` of one array per sample, to `path`."""
-    from safetensors.numpy import save_file
+    """Write `groups`, and further `columns` of one array per sample, to `path`. Raises `OSError`."""
+    from safetensors.numpy import save
 
     arrays: dict[str, NDArray[Any]] = {}
     described = []
@@ -51,7 +52,11 @@ def write_groups(
                 for column in fields(group)
             }
         )
-    save_file(arrays, path, metadata={"groups": orjson.dumps(described).decode()})
+    content = save(arrays, metadata={"groups": orjson.dumps(described).decode()})
+    with path.open("wb") as out:
+        out.write(content)
+        out.flush()
+        os.fsync(out.fileno())
 
 
 def read_groups(path: Path) -> list[Group]:

@@ -9,6 +9,7 @@ import math
 import re
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -90,10 +91,10 @@ class TensorBoardTracker:
 class WandbTracker:
     """Writes an offline run; W&B's own `wandb sync` sends it where the user wants it.
 
-    A resumed run writes another part under the same id.
+    A run that goes on from step `resumed` writes another part under the same id.
     """
 
-    def __init__(self, directory: Path, project: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Path, project: str, config: Mapping[str, Any], resumed: int = 0) -> None:
         import wandb
 
         self._run = wandb.init(
@@ -105,18 +106,32 @@ class WandbTracker:
             mode="offline",
             settings=wandb.Settings(console="off", silent=True),
         )
-        # Scores may come late: they have an axis of their own, since W&B's steps only go up.
+        # Scores may come late: they have an axis of their own, since W&B's steps only go up. A step of W&B
+        # holds one; logged without a step, each would use one up.
         self._run.define_metric("eval/*", step_metric="eval/version")
+        self._step, self._has_score = resumed, False
+        self._scores: deque[dict[str, float]] = deque()  # that wait for a step
 
     def step(self, record: Mapping[str, Any]) -> None:
-        self._run.log(dict(figures(record)), step=record["step"])
+        self._step, self._has_score = record["step"], False
+        self._run.log(dict(figures(record)), step=self._step)
+        self._log_score()
 
     def evaluation(self, evaluation: Evaluation) -> None:
         if evaluation.score is not None:
-            self._run.log({"eval/score": evaluation.score, "eval/version": evaluation.version})
+            self._scores.append({"eval/score": evaluation.score, "eval/version": evaluation.version})
+            self._log_score()
 
     def close(self) -> None:
+        while self._scores:
+            self._step, self._has_score = self._step + 1, False
+            self._log_score()
         self._run.finish()
+
+    def _log_score(self) -> None:
+        if self._scores and not self._has_score:
+            self._run.log(self._scores.popleft(), step=self._step)
+            self._has_score = True
 
 
 def trackers(config: RunConfig, directory: Path, resumed: int = 0) -> list[Tracker]:
@@ -131,7 +146,9 @@ def trackers(config: RunConfig, directory: Path, resumed: int = 0) -> list[Track
         ),
         "wandb": (
             config.tracking.wandb,
-            lambda: WandbTracker(directory, config.tracking.wandb_project, config.model_dump(mode="json")),
+            lambda: WandbTracker(
+                directory, config.tracking.wandb_project, config.model_dump(mode="json"), resumed
+            ),
         ),
     }
     made: list[Tracker] = []

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import resource
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trainer.test_asynchronous import Case
+from tests.trainer.worlds import episode, tasks
 from titogym.errors import UserError
 from titogym.trainer.batch import Group, Sample
 from titogym.trainer.consumption import BUCKETS, STARVED_AFTER, Consumption
@@ -75,6 +77,17 @@ def test_a_damaged_file_of_groups_is_named(tmp_path, content):
     (tmp_path / "groups.safetensors").write_bytes(content)
     with pytest.raises(UserError, match=r"groups\.safetensors is damaged"):
         read_groups(tmp_path / "groups.safetensors")
+
+
+def test_groups_for_which_there_is_no_room_are_an_error_of_the_file(tmp_path):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    group = Group("t", [Sample([1] * 9999, [1] * 9999, [0.0] * 9999, [], 1.0)])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            write_groups(tmp_path / "g", [group])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
 async def test_everything_that_a_step_trained_on_can_be_kept(tmp_path):
@@ -247,8 +260,6 @@ def test_tensorboard_has_every_step_and_late_scores_at_their_own(tmp_path):
     tracker = TensorBoardTracker(tmp_path)
     for step in (1, 2, 3):
         tracker.step({**RECORD, "step": step, "reward/mean": step / 4})
-    from tests.trainer.worlds import episode, tasks
-
     tracker.evaluation(summarise([episode(tasks(1)[0], 3, version="2")], version=2))
     tracker.close()
     read = EventAccumulator(str(tmp_path))
@@ -285,10 +296,18 @@ def test_wandb_writes_an_offline_run(tmp_path, monkeypatch):
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "own"))
     tracker = WandbTracker(tmp_path, "titogym", {"run": {"steps": 3}})
-    tracker.step(RECORD)
+    scores = [0.0625, 0.125, 0.25]
+    for version, score in enumerate(scores[:2]):
+        result = episode(tasks(1)[0], 3, version=str(version), reward=score)
+        tracker.evaluation(summarise([result], version))
+    tracker.step({**RECORD, "step": 1, "reward/mean": 0.71875})
+    tracker.step({**RECORD, "step": 2, "reward/mean": 0.84375})
+    tracker.evaluation(summarise([episode(tasks(1)[0], 3, version="2", reward=scores[2])], 2))
     tracker.close()
+    written = [b"reward/mean", b"0.71875", b"0.84375", *(str(score).encode() for score in scores)]
     (log,) = Path(tmp_path).glob("wandb/offline-run-*/run-*.wandb")
     deadline = time.monotonic() + 20  # W&B's own process writes it
-    while b"reward/mean" not in (content := log.read_bytes()) and time.monotonic() < deadline:
+    while not all(word in log.read_bytes() for word in written) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert b"reward/mean" in content
+    content = log.read_bytes()
+    assert [word for word in written if word not in content] == []  # W&B ignores steps that go back
