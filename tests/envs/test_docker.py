@@ -1,6 +1,8 @@
 """The docker sandbox on a real engine: commands, ends, files, limits, what passes on, what is left."""
 
 import asyncio
+import os
+import sys
 import time
 
 import pytest
@@ -144,6 +146,16 @@ async def test_out_of_memory_is_told_from_a_plain_kill(sandbox):
     assert (hungry.exit_code, hungry.out_of_memory, hungry.timed_out) == (137, True, False)
     killed = await sandbox.exec("kill -9 $$")
     assert (killed.exit_code, killed.out_of_memory, killed.timed_out) == (137, False, False)
+
+
+async def test_a_container_that_dies_of_memory_says_so(backend):
+    for _ in range(2):  # the engine learns of its end sooner or later
+        sandbox = await backend.create(SandboxSpec(limits=SMALL))
+        try:
+            filled = await sandbox.exec("head -c 100000000 /dev/zero >/dev/shm/file")
+            assert (filled.exit_code, filled.out_of_memory) == (137, True)
+        finally:
+            await sandbox.destroy()
 
 
 async def test_cancelling_kills_the_command(sandbox):
@@ -347,12 +359,32 @@ async def test_dockerfiles_are_built_once(backend, tmp_path):
     (tmp_path / "Dockerfile").write_text(f"FROM {SYSTEM}\nRUN echo so sad; exit 3\n")
     with pytest.raises(SandboxError, match=r"(?s)could not be built: .*non-zero code: 3.*so sad"):
         await backend.create(spec)
-    (tmp_path / "Dockerfile").write_text(f"FROM {SYSTEM}\nRUN sleep 100\n")
-    with pytest.raises(SandboxError, match="could not be built"):
-        await backend.create(SandboxSpec(image=Build(tmp_path, seconds=1)))
+    (tmp_path / "Dockerfile").write_text(f"FROM {SYSTEM}\nRUN echo on and on; sleep 100\n")
+    with pytest.raises(SandboxError, match=r"(?s)could not be built: .*not done within 2 s.*on and on"):
+        await backend.create(SandboxSpec(image=Build(tmp_path, seconds=2)))
     (tmp_path / "Dockerfile").unlink()
     with pytest.raises(UserError, match="Dockerfile is missing"):
         await backend.create(spec)
+
+
+async def test_nobody_has_to_wait_for_a_build_that_says_nothing(engine, tmp_path):
+    (tmp_path / os.fsdecode(b"\xff")).write_text("no text, but a file")
+    (tmp_path / "Dockerfile").write_text(f"FROM {SYSTEM}\nRUN echo on and on; sleep 100\n")
+    program = (
+        "import asyncio, pathlib, sys\n"
+        "from titogym.envs.sandboxes.base import Build, SandboxSpec\n"
+        "from titogym.envs.sandboxes.docker.backend import DockerBackend\n"
+        "async def main():\n"
+        "    backend = DockerBackend(sys.argv[1], build_network='none')\n"
+        "    async with asyncio.timeout(3):\n"
+        "        await backend.create(SandboxSpec(image=Build(pathlib.Path(sys.argv[2]))))\n"
+        "asyncio.run(main())\n"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, engine, str(tmp_path), stderr=asyncio.subprocess.PIPE
+    )
+    _, said = await asyncio.wait_for(process.communicate(), 30)
+    assert said.decode().strip().endswith("TimeoutError")
 
 
 # --- what passes on
@@ -406,6 +438,24 @@ async def test_the_successor_has_the_files_and_nothing_that_runs(backend):
         assert await heir.read("/logs/verifier/reward.txt", 100) == b"0.5\n"
     finally:
         await (heir or sandbox).destroy()
+
+
+async def test_what_an_image_keeps_in_a_volume_passes_on(backend, tmp_path):
+    (tmp_path / "Dockerfile").write_text(
+        f"FROM {SYSTEM}\nRUN mkdir -m 700 /app && chown 1000:1000 /app && touch /app/a /app/b\n"
+        "VOLUME /app\nWORKDIR /app\n"
+    )
+    sandbox = await backend.create(SandboxSpec(image=Build(tmp_path), workdir="/app", limits=SMALL))
+    try:
+        await sandbox.exec("echo new >a; rm b; echo mine >c")
+        with pytest.raises(Unsupported, match="/app"):
+            await sandbox.snapshot()
+        sandbox = await sandbox.successor(read_only={"/tests": {"test.sh": "true"}}, env={})
+        done = await sandbox.exec("head -n 9 *; find . -maxdepth 0 -printf '%m %U\n'")
+        assert done.stdout == "==> a <==\nnew\n\n==> c <==\nmine\n700 1000\n"
+    finally:
+        await sandbox.destroy()
+    assert not backend.engine.api.volumes()["Volumes"]  # those without a label of ours too
 
 
 async def test_a_failed_successor_leaves_nothing(backend):

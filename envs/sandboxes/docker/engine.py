@@ -38,9 +38,13 @@ class Engine:
     def __init__(self, address: str | None) -> None:
         self.address = address or find_engine()
         self.here = self.address.startswith("unix:")
-        self.api = _connect(self.address)
+        self.api = self.connect()
         self._short = ThreadPoolExecutor(SHORT_CALLS, "docker")
         self._long = ThreadPoolExecutor(LONG_CALLS, "docker-long")
+
+    def connect(self) -> Any:
+        """A client of its own. Blocks. Raises `UserError` where no engine answers."""
+        return _connect(self.address)
 
     async def call(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """`method(...)` of the SDK in a thread. Raises `EngineError`."""

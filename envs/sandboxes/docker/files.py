@@ -97,6 +97,22 @@ async def changes_of_the_system(engine: Engine, container: str) -> list[str]:
     return [f"the agent changed system files: {', '.join(ours[:_NAMED])}{more}"]
 
 
+async def own_volumes(engine: Engine, container: str) -> list[str]:
+    """The directories that the container's image keeps in volumes (VOLUME), which no commit holds.
+
+    Not those of the system, nor `/logs`.
+    """
+    found = await engine.call(engine.api.inspect_container, container)
+    return sorted(
+        mount["Destination"]
+        for mount in found["Mounts"]
+        if mount["Type"] == "volume"
+        and mount["RW"]
+        and mount["Destination"] != "/logs"
+        and PurePosixPath(mount["Destination"]).parts[1] not in _SYSTEM
+    )
+
+
 def _mode(api: Any, container: str, path: str) -> int | None:
     """Go's mode bits of what is at `path`, a link there not followed. None where nothing is."""
     answer = api.head(

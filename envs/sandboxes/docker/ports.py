@@ -110,7 +110,7 @@ class _Porter:
         container, self._container = self._container, None
         if container is not None:
             try:
-                await self._engine.call(self._engine.api.remove_container, container, force=True)
+                await self._engine.call(self._engine.api.remove_container, container, force=True, v=True)
             except EngineError as error:  # it bears the sandbox's labels, and goes with it at the latest
                 log.info("a container beside a sandbox was not removed: %s", error)
 

@@ -21,6 +21,7 @@ from titogym.envs.sandboxes.base import (
     SandboxError,
     SandboxSpec,
     Snapshot,
+    Unsupported,
 )
 from titogym.envs.sandboxes.docker import commands, container, files, leftovers, volumes
 from titogym.envs.sandboxes.docker.engine import EngineError
@@ -40,6 +41,7 @@ HEIRS = "titogym-successor"  # repository of those that pass from a sandbox to i
 _MIB = 1 << 20
 _NOT_FOUND = 127
 _GONE = 404
+_RESTARTS = (0.0, 0.2, 1.0)  # s before each: what a dead container still holds may kill the next one too
 _LOOK_SECONDS = 5.0  # between looks whether a command has ended without closing its output
 _LOGS = {"agent/.keep": "", "verifier/.keep": ""}
 
@@ -172,6 +174,8 @@ class DockerSandbox:
     async def snapshot(self) -> Snapshot:
         if self._destroyed:
             raise SandboxError("The sandbox has been destroyed.")
+        if own := await files.own_volumes(self._engine, self._container):
+            raise Unsupported(f"The image keeps {', '.join(own)} in a volume, which no snapshot holds.")
         name = owners.new_id()
         snapshot = Snapshot(BACKEND, f"{SNAPSHOTS}:{name}")
         try:
@@ -270,7 +274,7 @@ class DockerSandbox:
     async def _begin(
         self, arguments: list[str], cwd: str | None, env: Mapping[str, str], stdin: bool
     ) -> commands.Running:
-        for last in (False, True):
+        for pause in (*_RESTARTS, None):
             await self._ensure_running()
             try:
                 return await commands.start(
@@ -282,9 +286,10 @@ class DockerSandbox:
                     stdin=stdin,
                 )
             except EngineError as error:
-                if error.status != 409 or last:
+                if error.status != 409 or pause is None:
                     raise SandboxError(f"The sandbox does not take commands: {error}") from error
                 self._running = False  # something inside has killed its first process
+                await asyncio.sleep(pause)
         raise AssertionError("the last try returns or raises")
 
     async def _attend(
@@ -370,6 +375,8 @@ class DockerSandbox:
             if status != OUT_OF_MEMORY or not self._running:
                 return False
             text = await self._counters_from_inside()
+            if "oom_kill " not in text:
+                return await self._died_of_memory()
         kills = container.oom_kills(text)
         more, self._oom_kills = kills > self._oom_kills, kills
         return more
@@ -377,12 +384,24 @@ class DockerSandbox:
     async def _counters_from_inside(self) -> str:
         captured = commands.Captured(1 << 16)
         line = ["/bin/sh", "-c", f"cat {' '.join(container.OOM_COUNTERS)} 2>/dev/null"]
-        running = await self._begin(line, "/", {}, False)
+        try:
+            running = await commands.start(self._engine, self._container, line, cwd="/", env={}, stdin=False)
+        except EngineError:  # the container is not running any more
+            return ""
         try:
             await self._attend(running, None, captured, KILL_SECONDS)
         finally:
             running.close()
         return captured.stdout.decode(errors="replace")
+
+    async def _died_of_memory(self) -> bool:
+        """Whether the whole container, whose counters went with it, was killed for want of memory."""
+        for pause in (0.1, 0.5, 1.0, 0.0):  # the engine learns of it a little later
+            state = (await self._engine.call(self._engine.api.inspect_container, self._container))["State"]
+            if not state["Running"]:
+                return bool(state["OOMKilled"])
+            await asyncio.sleep(pause)
+        return False
 
     # --- what passes on
 
@@ -403,6 +422,16 @@ class DockerSandbox:
             volume = f"titogym-{heir.id}-{number}"
             await volumes.fill(self._engine, heir._image.reference, volume, tree, heir._labels)
             mounts.append(volumes.mount(volume, target, read_only=target != "/logs"))
+        for number, target in enumerate(await files.own_volumes(self._engine, self._container)):
+            if target in read_only:
+                continue
+            volume = f"titogym-{heir.id}-image-{number}"
+            with tempfile.TemporaryFile() as spool:
+                most = self.storage_mb * _MIB
+                top = await files.get(self._engine, self._container, target, spool, most)
+                spool.seek(0)
+                await volumes.refill(self._engine, heir._image.reference, volume, spool, top, heir._labels)
+            mounts.append(volumes.mount(volume, target, read_only=False))
         variables = heir._variables()
         if "PATH" in variables:  # the image's own programs are found after those that were named
             own = [part for part in self._image.path.split(":") if part not in variables["PATH"].split(":")]
