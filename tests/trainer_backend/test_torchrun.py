@@ -121,7 +121,7 @@ def test_ranks_on_two_nodes_come_again_after_one_was_killed(tmp_path):
         second = ranks()
         trainer.close()
         assert_gone(*second.values())
-        assert [one.process.wait(20) for one in torchruns] == [0, 0]
+        assert [one.process.wait(60) for one in torchruns] == [0, 0]
     finally:
         trainer.close()
         run.close()
