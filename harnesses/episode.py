@@ -260,14 +260,15 @@ class _Episode:
         return session
 
     async def _create_sandbox(self, session: SessionHandle) -> Sandbox:
-        address = address_of(session.base_url) if enclosed(self._harness, self._task) else None
+        url = session.base_url
+        address = address_of(url) if enclosed(self._harness, self._task, self._backend, url) else None
         spec = spec_of(self._task, self._harness, self._given, address)
         self._sandbox = asyncio.ensure_future(self._backend.create(spec))
         return await asyncio.shield(self._sandbox)
 
     def _connection(self, session: SessionHandle) -> Connection:
         url = session.base_url
-        if enclosed(self._harness, self._task):
+        if enclosed(self._harness, self._task, self._backend, url):
             url = urlsplit(url)._replace(scheme="http", netloc=f"127.0.0.1:{INSIDE_PORT}").geturl()
         return Connection(url, session.api_key, MODEL, self._task.env)
 

@@ -1,5 +1,6 @@
 """Episodes begun ahead of their turn: sandbox made, environment reset, nothing asked of the model yet."""
 
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
@@ -42,7 +43,7 @@ class WarmStarts:
 
     def announce(self, task: Task, labels: Mapping[str, str]) -> None:
         """An episode of `task` under `labels` will come."""
-        inside = enclosed(self._harness, task)
+        inside = enclosed(self._harness, task, self._backend, self._gateway.urls[0])
         if inside and len(self._gateway.urls) > 1:
             return  # which gateway will serve it is not known yet
         if not find_environment(task.environment).needs_sandbox:
@@ -72,9 +73,19 @@ class WarmStarts:
         return Ready(environment, sandbox, first)
 
 
-def enclosed(harness: Harness, task: Task) -> bool:
-    """Whether the agent's program runs where no network is, and needs a way out to the gateway."""
-    return harness.inside and task.network != "open"
+def enclosed(harness: Harness, task: Task, backend: SandboxBackend, gateway: str) -> bool:
+    """Whether the URL `gateway` leads nowhere for the agent's program, so that it needs a port of its own."""
+    if not harness.inside:
+        return False
+    return task.network != "open" or (backend.own_loopback and _is_loopback(gateway))
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def address_of(url: str) -> str:

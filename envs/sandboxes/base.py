@@ -198,6 +198,11 @@ class SandboxBackend(Reaper, Protocol):
     name: str
 
     @property
+    def own_loopback(self) -> bool:
+        """Whether 127.0.0.1 is another machine's than the driver's in a sandbox with an open network too."""
+        ...
+
+    @property
     def undestroyed(self) -> dict[str, str]:
         """Id of each sandbox that would not go -> why."""
         ...

@@ -59,6 +59,7 @@ class LocalBackend:
     """Makes sandboxes below `root`. `labels` are added to those of every sandbox."""
 
     name = "local"
+    own_loopback = False
 
     def __init__(self, root: Path | str | None = None, labels: Mapping[str, str] | None = None) -> None:
         self.root = Path(root) if root else default_root()

@@ -309,6 +309,24 @@ async def test_services_and_allow_lists(backend, root, monkeypatch):
         server.close()
 
 
+async def test_a_service_beside_an_open_network(engine):
+    async def answer(reader, writer):
+        writer.write(b"hello")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    backend = DockerBackend(engine, SYSTEM, network="none")  # the tests' engine has no other
+    address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    sandbox = await backend.create(SandboxSpec(services={8080: address}, network="open", limits=SMALL))
+    try:
+        fetch = "import socket; print(socket.create_connection(('127.0.0.1', 8080)).recv(9))"
+        assert (await sandbox.exec(["python3", "-c", fetch])).stdout == "b'hello'\n"
+    finally:
+        await sandbox.destroy()
+        await backend.close()
+        server.close()
+
+
 def refuse(pid, numbers):
     raise Unsupported("as to anybody but root")
 

@@ -3,6 +3,8 @@
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,13 @@ from hypothesis import strategies as st
 
 from tests.doubles.scripted_engine import Fault
 from tests.harnesses.world import PASS_IF_DONE, World, call, say, task
+from titogym.envs.sandboxes.docker.backend import DockerBackend
+from titogym.envs.sandboxes.local import LocalBackend
 from titogym.errors import UserError
 from titogym.gateway.client import GatewayClient
 from titogym.harnesses.command import Command, fill
 from titogym.harnesses.episode import run_episode
+from titogym.harnesses.warm import enclosed
 
 pytestmark = pytest.mark.sandbox
 
@@ -194,3 +199,20 @@ def test_filling_in_replaces_every_place_once(word: str, value: str) -> None:
     assert fill(word, {"{a}": value, "{b}": "B"}) == value.join(
         part.replace("{b}", "B") for part in word.split("{a}")
     )
+
+
+@pytest.mark.parametrize(
+    ("network", "backend", "gateway", "needed"),
+    [
+        ("none", LocalBackend, "http://127.0.0.1:9000", True),
+        ("open", LocalBackend, "http://127.0.0.1:9000", False),
+        ("none", DockerBackend, "http://10.1.2.3:9000", True),
+        ("open", DockerBackend, "http://127.0.0.1:9000", True),
+        ("open", DockerBackend, "http://localhost:9000", True),
+        ("open", DockerBackend, "http://10.1.2.3:9000", False),
+        ("open", partial(DockerBackend, network="host"), "http://127.0.0.1:9000", False),
+    ],
+)
+def test_a_program_gets_a_port_where_the_gateways_address_leads_nowhere(network, backend, gateway, needed):
+    harness = Command("true")
+    assert enclosed(harness, replace(task(), network=network), backend(), gateway) is needed

@@ -38,6 +38,7 @@ class DaytonaBackend:
     """
 
     name = "daytona"
+    own_loopback = True
 
     def __init__(
         self,

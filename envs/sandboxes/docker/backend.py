@@ -60,6 +60,10 @@ class DockerBackend:
         self.limits_disk = True  # until the engine has refused to
 
     @property
+    def own_loopback(self) -> bool:
+        return self.network != "host"
+
+    @property
     def undestroyed(self) -> dict[str, str]:
         return self.destruction.undestroyed
 
