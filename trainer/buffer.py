@@ -136,7 +136,8 @@ class BufferSettings:
         reasons: dict[Reason, str] = {"stale": section.on_stale, "failures": section.on_failure}
         return cls(
             capacity=section.capacity,
-            max_staleness=section.max_staleness,
+            # What earlier weights have sampled is not on-policy, be it left over or from a checkpoint.
+            max_staleness=0 if config.trainer.true_on_policy else section.max_staleness,
             max_retries=section.max_retries,
             retried=frozenset(reason for reason, choice in reasons.items() if choice == "retry"),
             min_episodes=config.rollout.min_episodes,

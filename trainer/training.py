@@ -213,16 +213,17 @@ def _limited(task: Task, rollout: RolloutSection) -> Task:
 async def _train(
     config: RunConfig, prepared: Prepared, up: services.Services, run: RunDirectory, progress: Progress
 ) -> None:
-    _cancel_on_sigterm()
-    async with _parts(config, prepared, up) as parts:
-        await DRIVERS[config.run.driver](config, parts, run, progress).to_the_end()
-
-
-def _cancel_on_sigterm() -> None:
-    """SIGTERM stops the run as cleanly as SIGINT does."""
     task = asyncio.current_task()
-    if task is not None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    assert task is not None
+    # SIGTERM stops the run as cleanly as SIGINT does.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    async with _parts(config, prepared, up) as parts:
+        try:
+            await DRIVERS[config.run.driver](config, parts, run, progress).to_the_end()
+        except TrainerGone:
+            if task.cancelling():  # whoever stops the run may have stopped its trainer too
+                raise asyncio.CancelledError from None
+            raise
 
 
 @asynccontextmanager

@@ -1,15 +1,26 @@
 """What a kill leaves in a run directory, and what becomes of it when a run starts there or goes on."""
 
+import asyncio
+import io
+import os
+import signal
 import threading
+from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.trainer.test_asynchronous import Case, configuration, raise_at
 from tests.trainer.test_evaluation import Dedicated
 from titogym.cli.main import app
 from titogym.errors import UserError
+from titogym.trainer import training
+from titogym.trainer.backends.process import TrainerGone
+from titogym.trainer.buffer import BufferSettings
+from titogym.trainer.progress import Progress
 from titogym.trainer.runs import RunDirectory
 from titogym.trainer.training import _explained as explained
 
@@ -142,3 +153,35 @@ def test_a_report_that_fails_does_not_hide_why_the_run_stopped(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("[]\n")
     with pytest.raises(UserError, match="why"), explained(run):
         raise UserError("why")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_together_with_its_trainer_does_not_go_on(tmp_path, monkeypatch, number):
+    """As a batch system does that signals all processes of a job."""
+    case = Case(tmp_path, run__steps=10**6, checkpoint__every=10**6)
+    run = RunDirectory.create(tmp_path, case.config)
+
+    def dies() -> None:
+        if case.world.ended > 20:
+            os.kill(os.getpid(), number)
+            raise TrainerGone("The trainer process was killed by SIGTERM")
+
+    @asynccontextmanager
+    async def parts(config, prepared, up):
+        yield case.parts(dies)
+
+    monkeypatch.setattr(training, "_parts", parts)
+    nothing: Any = None
+    progress = Progress(Console(file=io.StringIO()))
+    case.world.duration = lambda number: 20
+    with pytest.raises((KeyboardInterrupt, asyncio.CancelledError)), asyncio.Runner() as runner:
+        runner.run(training._train(case.config, nothing, nothing, run, progress))
+    assert case.world.running == 0
+    run.release()
+
+
+def test_nothing_that_was_left_over_is_trained_on_where_all_has_to_be_on_policy(tmp_path):
+    config = configuration(tmp_path, run__driver="sync")
+    exact = config.trainer.model_copy(update={"true_on_policy": True})
+    assert BufferSettings.of(config).max_staleness == 3
+    assert BufferSettings.of(config.model_copy(update={"trainer": exact})).max_staleness == 0
