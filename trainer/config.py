@@ -97,10 +97,11 @@ class EngineSection(Section):
 class GatewaySection(Section):
     """The gateway between agents and engine; the run starts its own."""
 
-    policy: Literal["linear", "branching"] = Field(
-        default="linear",
+    policy: Literal["linear", "branching"] | None = Field(
+        default=None,
         description="`linear`: an agent may extend its conversation or retry its last turn. "
-        "`branching`: any earlier turn may be continued; an episode may give several trajectories.",
+        "`branching`: any earlier turn may be continued; an episode may give several trajectories. The "
+        "harness's own when left out.",
     )
     matcher: Text | None = Field(
         default=None,

@@ -90,7 +90,6 @@ def session_options(config: RunConfig, temperature: float) -> dict[str, Any]:
     The whole distribution is sampled from (no cut-offs, no penalties): the trainer scores under no other.
     """
     options: dict[str, Any] = {
-        "policy": config.gateway.policy,
         "sampling": {
             "temperature": temperature,
             "top_p": 1.0,
@@ -103,6 +102,8 @@ def session_options(config: RunConfig, temperature: float) -> dict[str, Any]:
     }
     if config.trainer.r3:
         options["routes"] = True
+    if config.gateway.policy is not None:
+        options["policy"] = config.gateway.policy
     if config.gateway.matcher is not None:
         options["matcher"] = config.gateway.matcher
     return options

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.doubles.scripted_engine import Fault
 from tests.harnesses.world import PASS_IF_DONE, World, call, say, task
+from titogym.cli import attempting
 from titogym.envs.sandboxes.docker.backend import DockerBackend
 from titogym.envs.sandboxes.local import LocalBackend
 from titogym.errors import UserError
@@ -21,6 +22,8 @@ from titogym.gateway.client import GatewayClient
 from titogym.harnesses.command import Command, fill
 from titogym.harnesses.episode import run_episode
 from titogym.harnesses.warm import enclosed
+from titogym.trainer import episodes
+from titogym.trainer.config import GatewaySection, RolloutSection, RunConfig, TrainerSection
 
 pytestmark = pytest.mark.sandbox
 
@@ -199,6 +202,29 @@ def test_filling_in_replaces_every_place_once(word: str, value: str) -> None:
     assert fill(word, {"{a}": value, "{b}": "B"}) == value.join(
         part.replace("{b}", "B") for part in word.split("{a}")
     )
+
+
+@pytest.mark.parametrize("asked", [None, "linear"])
+async def test_the_harness_says_what_its_sessions_bear_unless_it_is_asked_for(
+    world: World, asked: Literal["linear"] | None
+) -> None:
+    for options in (
+        attempting.session_options(asked, None, None, None),
+        episodes.session_options(RunConfig.model_construct(**training_sections(asked)), 1.0),
+    ):
+        result = await world.run(task(), Command("true"), session_options=options, keep_session=True)
+        assert result.session_id is not None
+        (session,) = await world.gateway.sessions()
+        assert session["policy"] == (asked or "branching")
+        await world.gateway.delete(result.session_id)
+
+
+def training_sections(policy: Literal["linear"] | None) -> dict[str, Any]:
+    return {
+        "gateway": GatewaySection(policy=policy),
+        "rollout": RolloutSection(),
+        "trainer": TrainerSection(),
+    }
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,9 @@ SandboxOptions = Annotated[
     typer.Option(help="KEY=VALUE for the sandbox backend; VALUE is JSON or plain text."),
 ]
 MatcherOption = Annotated[str | None, typer.Option(help="Session matcher; default: the harness's own.")]
-PolicyOption = Annotated[str, typer.Option(help="Session policy: linear or branching.")]
+PolicyOption = Annotated[
+    str | None, typer.Option(help="Session policy, linear or branching; default: the harness's own.")
+]
 TemperatureOption = Annotated[float | None, typer.Option(min=0, help="Force this temperature.")]
 MaxTokensOption = Annotated[int | None, typer.Option(min=1, help="Most tokens of one answer.")]
 TurnsOption = Annotated[int | None, typer.Option(min=1, help="Most turns; default: the task's.")]
@@ -94,14 +96,14 @@ def sandbox_backend(name: str, words: Sequence[str], run: str) -> "SandboxBacken
 
 
 def session_options(
-    policy: str, matcher: str | None, temperature: float | None, max_tokens: int | None
+    policy: str | None, matcher: str | None, temperature: float | None, max_tokens: int | None
 ) -> dict[str, Any]:
-    """What the gateway is asked of every session."""
+    """What the gateway is asked of every session, whatever the harness is."""
     sampling = {"temperature": temperature, "max_tokens": max_tokens}
+    given = {"policy": policy, "matcher": matcher}
     return {
-        "policy": policy,
         "sampling": {name: value for name, value in sampling.items() if value is not None},
-        **({} if matcher is None else {"matcher": matcher}),
+        **{name: value for name, value in given.items() if value is not None},
     }
 
 

@@ -48,7 +48,7 @@ def command(
     sandbox: shared.SandboxOption = "local",
     sandbox_option: shared.SandboxOptions = None,
     matcher: shared.MatcherOption = None,
-    policy: shared.PolicyOption = "linear",
+    policy: shared.PolicyOption = None,
     temperature: shared.TemperatureOption = None,
     max_tokens: shared.MaxTokensOption = None,
     turns: shared.TurnsOption = None,
