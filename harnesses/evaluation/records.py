@@ -10,6 +10,7 @@ leaves a usable part. Of several lines about one attempt the last counts.
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -100,6 +101,7 @@ class EvaluationDirectory:
             self._lock = (self.path / ".lock").open("wb")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _write(self.path / SETTINGS, json.dumps(settings, indent=2) + "\n")
+            _end_torn_line(self.path / EPISODES)
         except BlockingIOError:
             raise UserError(f"An evaluation is going on in {self.path}: choose another --out.") from None
         except OSError as error:
@@ -182,7 +184,20 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
 
 
 def _file_name(task: str) -> str:
-    return _UNSAFE.sub("_", task)[-_NAME_CHARACTERS:]
+    """A name that no other task has; where it is not the task's own, a digest tells them apart."""
+    name = _UNSAFE.sub("_", task)[-_NAME_CHARACTERS:]
+    if name == task:
+        return name
+    return f"{name}-{hashlib.sha256(task.encode(errors='surrogatepass')).hexdigest()[:8]}"
+
+
+def _end_torn_line(path: Path) -> None:
+    """What was being written when a machine stopped must not spoil the next line."""
+    with path.open("ab+") as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
 
 
 def _read(path: Path) -> Any:

@@ -20,6 +20,7 @@ from tests.harnesses.world import World, raw_call
 from titogym.cli.main import app
 from titogym.errors import UserError
 from titogym.gateway.launch import GatewayProcess
+from titogym.harnesses.episode import EpisodeResult
 from titogym.harnesses.evaluation.records import EvaluationDirectory
 
 pytestmark = pytest.mark.sandbox
@@ -252,3 +253,19 @@ def test_two_evaluations_do_not_share_a_directory(tmp_path: Path) -> None:
         EvaluationDirectory(tmp_path).create({"source": "x"})
     del first
     EvaluationDirectory(tmp_path).create({"source": "x"})
+
+
+def test_every_episode_has_a_file_of_its_own_and_a_torn_line_spoils_no_other(tmp_path: Path) -> None:
+    directory = EvaluationDirectory(tmp_path)
+    directory.create({})
+    names = ["a/b", "a_b", "一", "二", "x" * 130, "y" + "x" * 130]
+    for name in names:
+        directory.add(EpisodeResult(name, "finished", 1.0), 0, [])
+    assert {directory.episode(f"{name} #0")["task"] for name in names} == set(names)
+    with (tmp_path / "episodes.jsonl").open("a") as lines:
+        lines.write('{"task": "torn", "att')
+    del directory
+    directory = EvaluationDirectory(tmp_path)
+    directory.create({})
+    directory.add(EpisodeResult("next", "finished", 1.0), 0, [])
+    assert {record.task for record in directory.records()} == {*names, "next"}
