@@ -152,17 +152,26 @@ def estimator(name: str) -> Estimator:
 
 
 def advantages(experience: Experience, algorithm: AlgorithmSection) -> list[NDArray[np.float32]]:
-    """What `algorithm.advantage` makes of `experience`; `UserError` when its shapes are not the samples'."""
+    """What `algorithm.advantage` makes of `experience`.
+
+    Raises `UserError` when its shapes are not the samples', or a value is not finite.
+    """
     made = list(estimator(algorithm.advantage)(experience, algorithm))
     if [np.shape(array) for array in made] != [mask.shape for mask in experience.masks]:
         raise UserError(
             f"algorithm.advantage {algorithm.advantage!r} must return one array per sample, as long as the "
             "sample has tokens."
         )
-    return [
+    masked = [
         np.where(mask, array, 0.0).astype(np.float32)
         for array, mask in zip(made, experience.masks, strict=True)
     ]
+    if not all(np.isfinite(array).all() for array in masked):
+        raise UserError(
+            f"algorithm.advantage {algorithm.advantage!r} gave a value that is no finite number; the weights "
+            "were not changed."
+        )
+    return masked
 
 
 def _starts(groups: Sequence[Group]) -> list[tuple[Group, int]]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titogym import dotted
+from titogym.errors import UserError
 from titogym.trainer import kl
 from titogym.trainer.batch import TrainBatch
 from titogym.trainer.bins import HISTOGRAM, tokens_of
@@ -105,7 +106,8 @@ def policy_loss(
 
     Metrics are means over the tokens with `mask > 0`, and maxima where the name ends in `_max`;
     `loss/policy` is this call's share of the policy part, `*/tokens` and the histogram are counts.
-    `combine_metrics` joins those of several microbatches.
+    `combine_metrics` joins those of several microbatches. Raises `UserError` for a surrogate of another
+    shape, which would be spread over all tokens.
     """
     zero = inputs.logp.sum() * 0  # of the graph, so that a microbatch without a token has a gradient too
     total = max(float(inputs.mask.sum()) if normalizer is None else normalizer, 1e-12)
@@ -115,7 +117,13 @@ def policy_loss(
         return (inputs.mask * terms).sum() / total
 
     weights, kept = correction_weights(inputs.old_logp, inputs.rollout_logp, inputs.sequences, config)
-    policy = -mean(weights * surrogate_of(config)(inputs, config))
+    surrogate = surrogate_of(config)(inputs, config)
+    if surrogate.shape != inputs.logp.shape:
+        raise UserError(
+            f"algorithm.loss {config.loss!r} must return one value per token, of shape "
+            f"{tuple(inputs.logp.shape)}, not {tuple(surrogate.shape)}."
+        )
+    policy = -mean(weights * surrogate)
     loss = policy + torch.nan_to_num(zero)
     per_token: dict[str, Tensor] = {}
     if inputs.reference_logp is not None:

@@ -156,12 +156,18 @@ def too_short(experience: Experience, algorithm: AlgorithmSection) -> list[Any]:
     return [np.zeros(1) for _ in experience.masks]
 
 
+def without_spread(experience: Experience, algorithm: AlgorithmSection) -> list[Any]:
+    return [np.full(mask.shape, np.nan) for mask in experience.masks]
+
+
 def test_an_estimator_of_ones_own_is_found_by_dotted_path():
     group = Group("t", [sample(0, 0, [0, 1, 1]), sample(1, 1, [0, 1])])
     got = estimated([group], advantage="tests.trainer.test_advantages:by_length")
     np.testing.assert_array_equal(got[0], [0, -2, -2])
     with pytest.raises(UserError, match="one array per sample"):
         estimated([group], advantage="tests.trainer.test_advantages:too_short")
+    with pytest.raises(UserError, match="no finite number; the weights were not changed"):
+        estimated([group], advantage="tests.trainer.test_advantages:without_spread")
     with pytest.raises(UserError, match=r"algorithm\.advantage"):
         estimated([group], advantage="no.such:thing")
 

@@ -197,6 +197,21 @@ def reinforce(inputs: LossInputs, config: LossConfig) -> Any:
     return inputs.advantages * inputs.logp
 
 
+def already_a_mean(inputs: LossInputs, config: LossConfig) -> Any:
+    return reinforce(inputs, config).mean()
+
+
+def as_a_column(inputs: LossInputs, config: LossConfig) -> Any:
+    return reinforce(inputs, config)[:, None]
+
+
+@pytest.mark.parametrize("name", ["already_a_mean", "as_a_column"])
+def test_a_loss_of_ones_own_gives_one_value_per_token(name):
+    own = CONFIG.model_copy(update={"loss": f"tests.trainer.test_losses:{name}"})
+    with pytest.raises(UserError, match="one value per token, of shape"):
+        policy_loss(inputs(problem(5)), own)
+
+
 def test_a_loss_of_ones_own_is_found_by_dotted_path():
     arrays = problem(5)
     own = CONFIG.model_copy(update={"loss": "tests.trainer.test_losses:reinforce", "correction": "none"})
