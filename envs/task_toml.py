@@ -102,7 +102,7 @@ class EnvironmentTable(Phase):
     build_timeout_sec: Seconds = 600.0
     docker_image: str | None = None
     os: Annotated[Literal["linux", "windows"], BeforeValidator(_lower)] = "linux"
-    cpus: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    cpus: Annotated[float, Field(ge=0.01, allow_inf_nan=False)] | None = None  # kernels grant no less
     memory_mb: Megabytes | None = None
     storage_mb: Megabytes | None = None
     gpus: Annotated[int, Field(ge=0)] | None = None

@@ -260,6 +260,9 @@ async def test_limits_and_rights_reach_the_container(sandbox, backend):
     for name, value in (("run", "tests"), ("id", sandbox.id)):
         assert found["Config"]["Labels"][f"titogym.{name}"] == value
     assert {"titogym.owner", "titogym.expires"} <= set(found["Config"]["Labels"])
+    more = await backend.create(SandboxSpec(limits=Limits(cpus=10_000)))  # than this machine has
+    assert (await more.exec("echo here")).stdout == "here\n"
+    await more.destroy()
     done = await sandbox.exec("dd if=/dev/zero of=big bs=1M count=100; mknod /tmp/disk b 8 0; ls -s big")
     assert "File size limit exceeded" in done.stderr
     assert "Operation not permitted" in done.stderr

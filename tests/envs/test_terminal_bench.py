@@ -123,6 +123,7 @@ def test_canary_lines_are_stripped(directory, canary):
             "[environment]\nstorage_mb = 99999999999999",
             "environment.storage_mb is 99999999999999",
         ),
+        ("task.toml", "[environment]\ncpus = 0.0001", "environment.cpus is 0.0001"),
         ("task.toml", "[verifier]\nenv = 1", "verifier.env is 1"),
         ("task.toml", "[task]\nname = 'alone'", "'alone' must have the form organisation/name"),
         ("task.toml", "[environment]\nworkdir = 'app'", "environment.workdir is 'app'"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -56,6 +57,7 @@ class DockerBackend:
         self._engine: Engine | None = None
         self._images: Images | None = None
         self._reaped = Reaped([], {})
+        self._cpus = math.inf  # that the engine's machine has
         self.storage: StorageWatch | None = None  # where the engine's disk can be seen from here
         self.limits_disk = True  # until the engine has refused to
 
@@ -86,7 +88,8 @@ class DockerBackend:
         image = await self._images.get(spec.image)
         if spec.services or isinstance(spec.network, AllowList):
             await self._images.get(None)  # of the container that may have to carry its ports
-        spec = replace(spec, labels={**self.labels, **spec.labels})
+        limits = replace(spec.limits, cpus=min(spec.limits.cpus, self._cpus))  # the engine refuses more
+        spec = replace(spec, limits=limits, labels={**self.labels, **spec.labels})
 
         async def attempt() -> DockerSandbox:
             sandbox = DockerSandbox(self, spec, image)
@@ -138,6 +141,7 @@ class DockerBackend:
         self._engine = await asyncio.to_thread(Engine, self._host)
         self._images = Images(self._engine, self.plain_image, self._build_network)
         info = await self._engine.call(self._engine.api.info)
+        self._cpus = float(info.get("NCPU") or self._cpus)
         directory = info.get("DockerRootDir")
         if self._engine.here and directory and await asyncio.to_thread(os.path.isdir, directory):
             self.storage = StorageWatch(Path(directory))
