@@ -40,10 +40,10 @@ MEANINGS = {
     "below 1 the data lean to short tasks",
     "consumption/starved_tasks": "tasks that became stale again and again and were never trained on",
     "rollout/in_flight": "episodes running at the end of the step",
-    "rollout/episodes": "episodes that ended during the step",
+    "rollout/episodes": "episodes that ended during the step, or since the one before",
     "rollout/failed": "of these, failed ones",
     "rollout/aborted": "episodes that were not needed any more",
-    "rollout/tokens_per_second": "sampled tokens of ended episodes per second",
+    "rollout/tokens_per_second": "sampled tokens of episodes that ended during the step, per second",
     "rollout/mismatch_rate": "share of ended episodes whose session reports a tito_session_mismatch",
     "rollout/episode_seconds": "mean duration of the episodes that ended",
     "time/step": "seconds of the whole step, evaluation and checkpoint left out",
@@ -142,8 +142,12 @@ class Snapshot:
         )
 
 
-def rollout_figures(before: Snapshot, after: Snapshot, elapsed: float) -> Figures:
-    """What the worker and the buffer did in the `elapsed` seconds between two snapshots."""
+def rollout_figures(before: Snapshot, began: Snapshot, after: Snapshot, elapsed: float) -> Figures:
+    """What the worker and the buffer did in a step.
+
+    Counts are those since `before`, the end of the last step, so that all steps together count everything;
+    speed and waits are those of the `elapsed` seconds since the step `began`.
+    """
     episodes = after.episodes - before.episodes
     return {
         "buffer/stale": after.stale - before.stale,
@@ -154,11 +158,11 @@ def rollout_figures(before: Snapshot, after: Snapshot, elapsed: float) -> Figure
         "rollout/episodes": episodes,
         "rollout/failed": after.failed - before.failed,
         "rollout/aborted": after.aborted - before.aborted,
-        "rollout/tokens_per_second": (after.tokens - before.tokens) / max(elapsed, 1e-9),
+        "rollout/tokens_per_second": (after.tokens - began.tokens) / max(elapsed, 1e-9),
         "rollout/mismatch_rate": (after.mismatches - before.mismatches) / max(episodes, 1),
         "rollout/episode_seconds": (after.seconds - before.seconds) / max(episodes, 1),
-        "time/wait": after.waited_for_groups - before.waited_for_groups,
-        "time/rollout_blocked": after.waited_for_room - before.waited_for_room,
+        "time/wait": after.waited_for_groups - began.waited_for_groups,
+        "time/rollout_blocked": after.waited_for_room - began.waited_for_room,
     }
 
 

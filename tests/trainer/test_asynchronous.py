@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,18 @@ async def test_failed_episodes_are_recorded_by_cause_and_the_run_goes_on(tmp_pat
     assert failures
     assert {(e["cause"], e["error"]) for e in failures} == {("grading_error", "No tests.")}
     assert len(run.metrics()) == 6
+
+
+async def test_the_steps_together_count_what_ended_between_them_too(tmp_path):
+    """Evaluation and checkpoint are no part of a step, and episodes end meanwhile."""
+    case = Case(tmp_path, run__steps=12, eval__every=1, checkpoint__every=1, buffer__filter="mixed_rewards")
+    case.world.break_episode = lambda n: failed(tasks(1)[0], "crashed") if n % 5 == 0 else None
+    run = await case.go()
+    told = Counter(event["kind"] for event in run.events())
+    records = run.metrics()
+    assert sum(r["rollout/failed"] for r in records) == told["episode_failed"]
+    assert sum(r["failures"].get("crashed", 0) for r in records) == told["episode_failed"]
+    assert sum(r["buffer/dropped"] for r in records) == told["group_dropped"]
 
 
 async def test_a_dead_engine_stops_the_run_with_one_sentence_and_no_episode_left(tmp_path):

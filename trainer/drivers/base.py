@@ -172,6 +172,7 @@ class Driver(ABC):
                 self._consumption.settle(group, "trained")
             figures |= await self._after_update(figures)
         self._record(self._recorder.record(self._step, figures))
+        self._recorder.end()
         await self._between_steps()
 
     async def _update(self, groups: Sequence[Group]) -> dict[str, float]:

@@ -16,7 +16,7 @@ _SLOWEST = 5  # episodes of a step that are told apart
 
 
 class StepRecorder:
-    """Follows the step that `begin` has begun."""
+    """Follows the step that `begin` has begun, and what comes between `end` and the next one's beginning."""
 
     def __init__(
         self, config: RunConfig, worker: RolloutWorker, buffer: Buffer, consumption: Consumption
@@ -25,10 +25,15 @@ class StepRecorder:
         self._worker = worker
         self._buffer = buffer
         self._consumption = consumption
+        self.end()
         self.begin()
 
     def begin(self) -> None:
         self._started = time.monotonic()
+        self._began = Snapshot.take(self._worker, self._buffer)
+
+    def end(self) -> None:
+        """The step's record is written: what is counted from now on is the next one's."""
         self._before = Snapshot.take(self._worker, self._buffer)
         self._failures = Counter(self._worker.counters.failures)
         self._slowest: list[dict[str, Any]] = []
@@ -44,7 +49,8 @@ class StepRecorder:
         """
         known = dict(figures)
         elapsed = time.monotonic() - self._started - known.pop("time/checkpoint", 0.0)
-        known |= rollout_figures(self._before, Snapshot.take(self._worker, self._buffer), elapsed)
+        now = Snapshot.take(self._worker, self._buffer)
+        known |= rollout_figures(self._before, self._began, now, elapsed)
         known |= {
             "rollout/in_flight": self._worker.in_flight,
             "time/step": elapsed,
