@@ -25,6 +25,7 @@ def test_nothing_but_lines_and_tabs_moves_the_cursor(text: str) -> None:
 
 def test_text_stays_as_it_is() -> None:
     assert visible("é 👩‍👧\ttab\nline\r\nend") == "é 👩‍👧\ttab\nline\nend"
+    assert visible("half a pair: \ud800") == "half a pair: \ufffd"
     assert visible(STEERING) == "a␛[2J␛]0;mine␇b␍c\ufffd31m␡"
 
 

@@ -272,6 +272,22 @@ async def test_a_sandbox_whose_creation_was_not_answered_is_deleted(backend, dou
     await sandbox.destroy()
 
 
+@pytest.mark.parametrize("status", [401, 403, 429])
+async def test_a_sandbox_that_could_not_be_prepared_is_deleted(backend, double, status):
+    double.faults.append(Fault("POST", "/process/execute$", status, times=POLICY.attempts))
+    with pytest.raises((SandboxError, UserError)):
+        await backend.create(SPEC)
+    assert double.bodies("POST", "/api/sandbox")
+    assert not double.remotes
+
+
+async def test_a_snapshot_whose_answer_was_lost_is_deleted(backend, double, sandbox):
+    double.faults.append(Fault("POST", "/snapshot$", 400, lost=True))
+    with pytest.raises(SandboxError, match="keep the file system"):
+        await sandbox.snapshot()
+    assert not double.snapshots
+
+
 async def test_a_sandbox_that_never_starts_is_deleted(backend, double, monkeypatch):
     monkeypatch.setattr("titogym.envs.sandboxes.daytona.backend._START_SECONDS", 5.0)
     double.faults.append(Fault("GET", "/api/sandbox/[^/]+$", seconds=8))

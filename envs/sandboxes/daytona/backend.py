@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from titogym.cancellation import to_its_end
 from titogym.envs.sandboxes import labels, owners
-from titogym.envs.sandboxes.base import Build, Reaped, SandboxSpec, Snapshot, Unsupported
+from titogym.envs.sandboxes.base import Build, Reaped, SandboxError, SandboxSpec, Snapshot, Unsupported
 from titogym.envs.sandboxes.creation import Creation, CreationPolicy
 from titogym.envs.sandboxes.daytona.sandbox import DaytonaSandbox
 from titogym.envs.sandboxes.daytona.service import Service, failure, missing, refusal
@@ -74,10 +74,17 @@ class DaytonaBackend:
             params, seconds = self._params(name, spec)
             try:
                 remote = await client.create(params, timeout=seconds)
-                sandbox = DaytonaSandbox(self, name, spec, remote)
-                await sandbox.prepare()
             except BaseException as error:
                 await to_its_end(self._undo(name, error))
+                raise
+            sandbox = DaytonaSandbox(self, name, spec, remote)
+            try:
+                await sandbox.prepare()
+            except BaseException:
+                try:
+                    await sandbox.destroy()
+                except SandboxError as left:
+                    log.error("what remained of creating the sandbox %s: %s", name, left)
                 raise
             return sandbox
 

@@ -170,8 +170,13 @@ class DaytonaSandbox:
 
     async def snapshot(self) -> Snapshot:
         name = f"titogym-{self.id}-{secrets.token_hex(4)}"
-        await self._call(lambda: self._remote.create_snapshot(name, 600), "keep the file system")
-        return Snapshot("daytona", name)
+        snapshot = Snapshot("daytona", name)
+        try:
+            await self._call(lambda: self._remote.create_snapshot(name, 600), "keep the file system")
+        except BaseException:  # its answer may have been lost
+            await self._backend.delete_snapshot(snapshot)
+            raise
+        return snapshot
 
     async def destroy(self) -> None:
         if not self._gone:
