@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from typer.testing import CliRunner
@@ -65,7 +66,10 @@ def test_run_solves_a_terminal_task(sandboxes):
 def test_init_writes_a_package_whose_tests_pass(tmp_path, monkeypatch):
     told = run("init", "my-words", "--in", str(tmp_path))
     assert told.exit_code == 0, told.output
+    assert 'pip install -e ".[test]" && python -m pytest' in told.output
     folder = tmp_path / "my-words"
+    extras = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["test"][0].startswith("pytest")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
         cwd=folder,

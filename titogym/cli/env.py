@@ -176,7 +176,8 @@ def init(
     """Write a package with an environment, its tasks, a README and passing tests, to begin from."""
     for path in scaffold(name, parent):
         _console.print(f"  {path}", highlight=False, soft_wrap=True)
-    _console.print(f"Now: cd {parent / name} && pytest; its README says how to go on.", soft_wrap=True)
+    then = f'cd {parent / name} && pip install -e ".[test]" && python -m pytest'
+    _console.print(f"Now: {then}; its README says how to go on.", soft_wrap=True, markup=False)
 
 
 @command.command()
