@@ -52,7 +52,7 @@ def engine_command(options: EngineOptions, python: Path) -> tuple[list[str], dic
     """The command line and the additions to the environment that start SGLang under interpreter `python`."""
     device = options.device or default_device()
     arguments: dict[str, object] = {
-        "model-path": options.model,
+        "model-path": Path(options.model).absolute(),  # it tells others, elsewhere, where its tokenizer is
         "host": options.host,
         "port": options.port,
         "device": device,

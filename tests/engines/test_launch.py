@@ -62,6 +62,13 @@ def test_cpu_command(model: Path) -> None:
     assert (Path(env["PYTHONPATH"]) / "sitecustomize.py").is_file()
 
 
+def test_a_relative_model_is_served_by_its_whole_path(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks the engine for its tokenizer may stand in another folder."""
+    monkeypatch.chdir(model.parent)
+    command, _ = engine_command(EngineOptions(model.name, device="cpu"), Path("python"))
+    assert options_of(command)["--model-path"] == str(model)
+
+
 def test_cuda_command_has_nothing_of_the_cpu(model: Path) -> None:
     options = EngineOptions(
         str(model), device="cuda", tensor_parallel=2, expert_routes=True, extra=("--x", "1")
