@@ -461,17 +461,18 @@ async def test_the_successor_has_the_files_and_nothing_that_runs(backend):
         await (heir or sandbox).destroy()
 
 
-async def test_what_an_image_keeps_in_a_volume_passes_on(backend, tmp_path):
+async def test_volumes_of_the_image_pass_on_and_programs_on_its_path_are_remarked(backend, tmp_path):
     (tmp_path / "Dockerfile").write_text(
         f"FROM {SYSTEM}\nRUN mkdir -m 700 /app && chown 1000:1000 /app && touch /app/a /app/b\n"
-        "VOLUME /app\nWORKDIR /app\n"
+        "VOLUME /app\nWORKDIR /app\nRUN mkdir -p /opt/x/bin\nENV PATH=/opt/x/bin:/usr/bin:/bin\n"
     )
     sandbox = await backend.create(SandboxSpec(image=Build(tmp_path), workdir="/app", limits=SMALL))
     try:
-        await sandbox.exec("echo new >a; rm b; echo mine >c")
+        await sandbox.exec("echo new >a; rm b; echo mine >c; touch /opt/x/mine /opt/x/bin/sleep")
         with pytest.raises(Unsupported, match="/app"):
             await sandbox.snapshot()
         sandbox = await sandbox.successor(read_only={"/tests": {"test.sh": "true"}}, env={})
+        assert sandbox.remarks == ["the agent changed system files: /opt/x/bin/sleep (added)"]
         done = await sandbox.exec("head -n 9 *; find . -maxdepth 0 -printf '%m %U\n'")
         assert done.stdout == "==> a <==\nnew\n\n==> c <==\nmine\n700 1000\n"
     finally:

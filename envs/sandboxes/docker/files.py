@@ -78,8 +78,13 @@ async def read(engine: Engine, container: str, path: str, limit: int) -> bytes |
         raise
 
 
-async def changes_of_the_system(engine: Engine, container: str) -> list[str]:
-    """What a verifier should know: the files of the system that the agent changed. One sentence, or none."""
+async def changes_of_the_system(engine: Engine, container: str, search: str) -> list[str]:
+    """What a verifier should know: the files of the system that the agent changed. One sentence, or none.
+
+    The directories of `search`, the image's PATH, are the system's too: a virtual environment's, say.
+    """
+    programs = {str(PurePosixPath(part)) for part in search.split(":") if part.startswith("/")}
+    ways = {str(way) for part in programs for way in (PurePosixPath(part), *PurePosixPath(part).parents)}
     found = await engine.call(engine.api.diff, container) or []
     changed = {entry["Path"]: _CHANGES[entry["Kind"]] for entry in found}
     parents = {str(parent) for path in {*changed, *_ENGINES} for parent in PurePosixPath(path).parents}
@@ -88,7 +93,11 @@ async def changes_of_the_system(engine: Engine, container: str) -> list[str]:
         for path, kind in sorted(changed.items())
         if path not in parents
         and path not in _ENGINES
-        and PurePosixPath(path).parts[1] in _SYSTEM
+        and (
+            PurePosixPath(path).parts[1] in _SYSTEM
+            or path in ways
+            or str(PurePosixPath(path).parent) in programs
+        )
         and not ("/__pycache__/" in path and path.endswith(".pyc"))  # which no verifier reads
     ]
     if not ours:

@@ -163,7 +163,8 @@ class DockerSandbox:
         spec = replace(self._spec, image=None, env=dict(env), mounts=(), services={})
         heir = DockerSandbox(self._backend, spec, self._image)
         try:
-            heir.remarks += [*self.remarks, *await files.changes_of_the_system(self._engine, self._container)]
+            changes = await files.changes_of_the_system(self._engine, self._container, self._image.path)
+            heir.remarks += [*self.remarks, *changes]
             await to_its_end(self._bequeath(heir, read_only))
             await self.destroy()
         except BaseException:
