@@ -15,7 +15,7 @@ from titogym.envs.environment import Action, Observation, user
 from titogym.envs.rewards import checked
 from titogym.envs.sandboxes.base import Sandbox
 from titogym.envs.task import Grade, GradingError, Limits, Task
-from titogym.errors import UserError
+from titogym.errors import UserError, install_extra
 
 _NUMBER = re.compile(r"-?\d{1,18}")
 
@@ -100,7 +100,7 @@ def _make(id: str, arguments: dict[str, Any]) -> Any:
     try:
         import gymnasium
     except ImportError:
-        raise UserError("gymnasium environments need an extra: pip install 'titogym[gymnasium]'.") from None
+        raise UserError(f"gymnasium environments need an extra: {install_extra('gymnasium')}.") from None
     try:
         made = gymnasium.make(id, **arguments)
     except (gymnasium.error.Error, ImportError, TypeError) as error:

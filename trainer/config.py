@@ -472,7 +472,7 @@ class ClusterSection(Section):
     """Where the processes of the run live (docs/cluster.md)."""
 
     kind: Literal["local", "ray"] = Field(
-        default="local", description="This machine alone, or a Ray cluster (`pip install titogym[ray]`)."
+        default="local", description="This machine alone, or a Ray cluster (extra `ray`)."
     )
     address: Text | None = Field(
         default=None,
@@ -521,11 +521,12 @@ class TrackingSection(Section):
     """Where figures go beside metrics.jsonl, all under the same names (docs/metrics.md)."""
 
     tensorboard: bool = Field(
-        default=False, description="Write TensorBoard events to run.dir/tensorboard; needs titogym[tracking]."
+        default=False,
+        description="Write TensorBoard events to run.dir/tensorboard; extra `tracking`.",
     )
     wandb: bool = Field(
         default=False,
-        description="Write an offline W&B run to run.dir/wandb, for `wandb sync`; needs titogym[tracking].",
+        description="Write an offline W&B run to run.dir/wandb, for `wandb sync`; extra `tracking`.",
     )
     wandb_project: Text = Field(default="titogym", description="W&B project of that run.")
     port: Annotated[int, Field(ge=0, le=65535)] | None = Field(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from titogym.errors import UserError
+from titogym.errors import UserError, install_extra
 from titogym.trainer.config import RunConfig
 from titogym.trainer.evaluation import Evaluation
 
@@ -157,7 +157,7 @@ def trackers(config: RunConfig, directory: Path, resumed: int = 0) -> list[Track
             made += [make()] if asked else []
         except ModuleNotFoundError as error:
             raise UserError(
-                f"tracking.{name} needs the package {error.name}: install it with pip install "
-                "'titogym[tracking]', or set it to false."
+                f"tracking.{name} needs the package {error.name}: install it with "
+                f"{install_extra('tracking')}, or set it to false."
             ) from None
     return made

@@ -21,7 +21,7 @@ from titogym.envs.dealing import Split, deal
 from titogym.envs.environment import DONE, Action, Message, Observation, Tool, ToolCall, tool_result, user
 from titogym.envs.sandboxes.base import Sandbox, SandboxError
 from titogym.envs.task import Grade, GradingError, Limits, Task
-from titogym.errors import UserError
+from titogym.errors import UserError, install_extra
 
 if TYPE_CHECKING:
     from openenv.core import GenericEnvClient
@@ -193,7 +193,7 @@ def _client(url: str, seconds: float) -> "GenericEnvClient":
         from openenv.core import GenericEnvClient
     except ImportError:
         raise UserError(
-            "OpenEnv servers need OpenEnv's client: pip install 'titogym[openenv]', best in an environment "
+            f"OpenEnv servers need OpenEnv's client: {install_extra('openenv')}, best in an environment "
             "of its own."
         ) from None
     return GenericEnvClient(base_url=url, connect_timeout_s=_CONNECT_SECONDS, message_timeout_s=seconds)

@@ -21,7 +21,7 @@ from titogym.envs.rewards import verified
 from titogym.envs.sandboxes.base import Sandbox, SandboxBackend, SandboxSpec
 from titogym.envs.task import GradingError, Task
 from titogym.envs.tools import Toolbox
-from titogym.errors import UserError
+from titogym.errors import UserError, install_extra
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -107,7 +107,7 @@ def application(tasks: Sequence[Task], backend: SandboxBackend, sessions: int = 
         from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
     except ImportError:
         raise UserError(
-            "Serving needs OpenEnv: pip install 'titogym[openenv]', best in an environment of its own."
+            f"Serving needs OpenEnv: {install_extra('openenv')}, best in an environment of its own."
         ) from None
     from pydantic import BaseModel, ConfigDict, Field
 

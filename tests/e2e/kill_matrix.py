@@ -9,7 +9,7 @@ A killed driver is started again with --resume; everything else the run has to r
 
 At the end each run is asked for two steps more. It has to end by itself, with every step once, no group of
 tasks lost or trained on twice (`tests.trainer.accounts`), and no process or sandbox left. All of it takes
-about an hour on two cores; needs `pip install "titogym[ray]"`.
+about an hour on two cores; needs the extra `ray`.
 """
 
 import argparse

@@ -137,7 +137,7 @@ async def test_without_the_sdk_there_is_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "docker", None)
     made = registry.backend("docker", host="unix:///nowhere.sock")
     for _ in range(2):
-        with pytest.raises(UserError, match=r"pip install 'titogym\[docker\]'"):
+        with pytest.raises(UserError, match=r"pip install -e '/.*\[docker\]'"):
             await made.create(SandboxSpec())
 
 

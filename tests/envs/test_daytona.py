@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("daytona", reason="NO DAYTONA: pip install 'titogym[daytona]'")
+pytest.importorskip("daytona", reason="NO DAYTONA: pip install -e '.[daytona]'")
 
 from tests.doubles.daytona_server import DaytonaDouble, Fault
 from titogym.envs.sandboxes import labels, owners

@@ -175,7 +175,7 @@ async def test_without_openenv_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "openenv.core", None)
     monkeypatch.setitem(sys.modules, "openenv.core.env_server", None)
     task = tasks(url="http://h:1")[0]
-    with pytest.raises(UserError, match=r"pip install 'titogym\[openenv\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '/.*\[openenv\]'"):
         await OpenEnv().reset(task, None)
-    with pytest.raises(UserError, match=r"pip install 'titogym\[openenv\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '/.*\[openenv\]'"):
         application([task], None)  # type: ignore[arg-type]

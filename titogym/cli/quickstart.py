@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from titogym.errors import UserError
+from titogym.errors import UserError, install_extra
 
 
 def command(
@@ -37,7 +37,7 @@ def command(
         from titogym.quickstart.run import quickstart, resume_command
     except ModuleNotFoundError as missing:
         raise UserError(
-            f"The quickstart trains, and {missing.name} is not installed: pip install 'titogym[train]'."
+            f"The quickstart trains, and {missing.name} is not installed: {install_extra('train')}."
         ) from None
 
     if resume and directory is None:

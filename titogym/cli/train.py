@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from titogym.errors import UserError
+from titogym.errors import UserError, install_extra
 from titogym.processes import program
 
 
@@ -52,7 +52,7 @@ def command(
         from titogym.trainer.training import prepare, run_training
     except ModuleNotFoundError as error:
         raise UserError(
-            f"Training needs the package {error.name}: install it with pip install 'titogym[train]'."
+            f"Training needs the package {error.name}: install it with {install_extra('train')}."
         ) from None
 
     if check:

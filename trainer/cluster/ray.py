@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from titogym.envs.task import Task
-from titogym.errors import UserError
+from titogym.errors import UserError, install_extra
 from titogym.gateway import launch as gateways
 from titogym.gateway.engines import launch as engines
 from titogym.gateway.engines.launch import EngineOptions
@@ -39,7 +39,7 @@ try:
     from ray.util import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError:
-    raise UserError('cluster.kind = "ray" needs Ray: pip install "titogym[ray]"') from None
+    raise UserError(f'cluster.kind = "ray" needs Ray: {install_extra("ray")}') from None
 
 _GRACE = 10.0  # seconds for a server to end by itself
 _PATIENCE = 60.0  # seconds for a busy cluster to make room

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from titogym.envs.sandboxes.base import SandboxError
 from titogym.envs.sandboxes.creation import Creation, CreationPolicy, Refusal
-from titogym.errors import UserError
+from titogym.errors import UserError, install_extra
 
 if TYPE_CHECKING:
     from daytona import AsyncDaytona
@@ -46,7 +46,7 @@ class Service:
                 from daytona import AsyncDaytona, DaytonaConfig, DaytonaError
             except ImportError:
                 raise UserError(
-                    "The daytona sandbox needs the package daytona: pip install 'titogym[daytona]'."
+                    f"The daytona sandbox needs the package daytona: {install_extra('daytona')}."
                 ) from None
             try:
                 self._client = AsyncDaytona(

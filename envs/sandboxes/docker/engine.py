@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from titogym.envs.sandboxes.base import SandboxError
-from titogym.errors import UserError
+from titogym.errors import UserError, install_extra
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -105,9 +105,7 @@ def _connect(address: str) -> Any:
         import docker
         from docker import errors, utils
     except ImportError:
-        raise UserError(
-            "The docker sandbox needs the docker package: pip install 'titogym[docker]'."
-        ) from None
+        raise UserError(f"The docker sandbox needs the docker package: {install_extra('docker')}.") from None
     try:
         given = {**utils.kwargs_from_env(), "base_url": address}
         return docker.APIClient(version="auto", timeout=CALL_SECONDS, **given)

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from titogym.errors import UserError
+from titogym.errors import UserError, install_extra
 from titogym.gateway.engines.cpu_shim import exact_forward
 from titogym.trainer import on_policy
 from titogym.trainer.backends import hf_directory
@@ -196,7 +196,7 @@ def _transformers() -> Any:
         import transformers
         import transformers.core_model_loading
     except ImportError:
-        raise UserError('trainer.backend = "fsdp" needs transformers: pip install "titogym[fsdp]"') from None
+        raise UserError(f'trainer.backend = "fsdp" needs transformers: {install_extra("fsdp")}') from None
     return transformers
 
 
