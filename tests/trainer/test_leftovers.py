@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -185,3 +186,24 @@ def test_nothing_that_was_left_over_is_trained_on_where_all_has_to_be_on_policy(
     exact = config.trainer.model_copy(update={"true_on_policy": True})
     assert BufferSettings.of(config).max_staleness == 3
     assert BufferSettings.of(config.model_copy(update={"trainer": exact})).max_staleness == 0
+
+
+async def test_an_update_that_keeps_failing_ends_the_run_even_while_an_engine_waits_for_it(tmp_path):
+    case = Case(tmp_path)
+    failures = 0
+
+    def no_room(call: str) -> None:
+        nonlocal failures
+        if call == "publish 2":
+            failures += 1
+            raise UserError("Weights could not be written.")
+
+    async def waits() -> bool:
+        return failures > 0
+
+    case.trainer.on_call = no_room
+    parts = case.parts
+    case.parts = lambda check_health: replace(parts(check_health), mend=waits)  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="could not be written"):
+        await case.go()
+    assert failures < 20

@@ -186,6 +186,17 @@ def test_a_failing_engine_is_an_error_in_time(pair, connect, mover, path, kind, 
                 weights.publish(tensors().items(), "2")
 
 
+def test_an_engine_that_something_else_has_updated_is_named(pair, connect):
+    """What it sampled since then is of weights that this run does not know."""
+    ours, theirs = connect(pair, "disk", timeout=30), connect(pair[1:], "handoff", timeout=30)
+    for one in (ours, theirs):
+        one.connect()
+    ours.publish(tensors().items(), "1")
+    theirs.publish(tensors(5).items(), "preflight")
+    with pytest.raises(WeightUpdateError, match=f"{pair[1]} has weight version 'preflight' in place of '1'"):
+        ours.publish(tensors(2).items(), "2")
+
+
 @contextmanager
 def doubles_if(own, shared):
     begun, urls = start_doubles(1) if own else ([], shared)

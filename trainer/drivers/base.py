@@ -46,6 +46,7 @@ from titogym.trainer.storage import write_groups
 
 T = TypeVar("T")
 _HEALTH_INTERVAL = 1.0  # seconds between looks at the child processes
+_UPDATES = 5  # attempts of one update, while engines die under it
 _LOOKS = 3  # for a process whose death made an update fail
 
 
@@ -223,12 +224,12 @@ class Driver(ABC):
 
     async def _publish(self, version: int) -> dict[str, float]:
         self._phase = "publishing weights"
-        while True:
+        for attempt in range(1, _UPDATES + 1):
             try:
                 figures = await self._blocking(self._parts.trainer.publish_weights, version)
                 break
             except UserError:
-                if not await self._mended():
+                if attempt == _UPDATES or not await self._mended():
                     raise
         await self._parts.let_in()
         self._buffer.advance(version)

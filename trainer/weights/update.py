@@ -35,6 +35,7 @@ class WeightUpdates:
         self._settings = settings
         self._engines = Engines(urls, settings.timeout)
         self._mover = _MOVERS[settings.mover](self._engines, settings)
+        self._published: str | None = None  # what every engine must still have; None: nothing for certain
 
     def connect(self) -> None:
         self._mover.connect()
@@ -43,8 +44,11 @@ class WeightUpdates:
         """Install `tensors` (Hugging Face names) in every engine as weight version `version`.
 
         Returns `publish/<phase>_seconds` for each phase, the total, and what the mover tells, such as
-        `publish/bytes`.
+        `publish/bytes`. Refuses engines that no longer have what was published last: what they sampled
+        since is of weights that nobody here knows.
         """
+        self._check_untouched()
+        self._published = None
         figures: dict[str, float] = {}
         started = time.perf_counter()
         with _timed(figures, "prepare"):
@@ -62,6 +66,7 @@ class WeightUpdates:
                 if (found := info.weight_version) != version:
                     raise WeightUpdateError(f"{engine.url} reports version {found!r}, was sent {version!r}")
             self._engines.every(lambda engine: engine.resume())
+        self._published = version
         figures["publish/seconds"] = time.perf_counter() - started
         return figures
 
@@ -90,6 +95,17 @@ class WeightUpdates:
                     f"differ or did not arrive: {', '.join(wrong[:_NAMED_MOST])}{more}"
                 )
         return figures | {"publish/tensors_checked": float(len(sent))}
+
+    def _check_untouched(self) -> None:
+        if self._published is None:
+            return
+        reports = self._engines.every(lambda engine: engine.info())
+        for engine, info in zip(self._engines.controls, reports, strict=True):
+            if (found := info.weight_version) != self._published:
+                raise WeightUpdateError(
+                    f"{engine.url} has weight version {found!r} in place of {self._published!r}: something "
+                    "else updates this engine, or has started it again. Give every run engines of its own"
+                )
 
     def close(self) -> None:
         self._mover.close()
