@@ -310,6 +310,8 @@ def _witness(run: Run, report: Report) -> None:
 def _problems(report: Report) -> list[str]:
     problems = []
     if not report.turns:
+        if report.outcome == "crashed" and not report.endpoints:
+            return [f"It failed before it asked a model anything: {report.detail.rstrip('.')}."]
         return ["It got no answer from a model endpoint: see whether it uses the base URL that it is given."]
     if report.turns == 1:
         problems.append("It asked only once, so nothing is known of how it sends its history back.")

@@ -7,6 +7,7 @@ network or weights.
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -204,6 +205,8 @@ async def examine(agent: Harness | HostCommand, *, seconds: float = 180.0) -> Ru
             journal=Path(directory, "journal.sqlite"),
         )
         recorder = _Recorder(application(settings, assets, [model]))
+        if not isinstance(agent, HostCommand):
+            await agent.prepare()  # installing is not its work, and takes minutes
         async with _served(recorder) as url, GatewayClient(url, key) as client:
             started = time.monotonic()
             if isinstance(agent, HostCommand):
@@ -293,6 +296,9 @@ class _Server(uvicorn.Server):
 @contextlib.asynccontextmanager
 async def _served(app: ASGIApp) -> AsyncIterator[str]:
     """URL of `app` on a loopback port, while the context lasts."""
+    log = logging.getLogger("titogym.gateway")
+    level = log.level
+    log.setLevel(logging.ERROR)  # what happens stands in the report
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     config = uvicorn.Config(app, log_level="error", lifespan="on", timeout_graceful_shutdown=1)
@@ -305,3 +311,4 @@ async def _served(app: ASGIApp) -> AsyncIterator[str]:
     finally:
         server.should_exit = True
         await serving
+        log.setLevel(level)

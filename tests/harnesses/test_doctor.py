@@ -1,8 +1,10 @@
 """What the doctor finds out about harnesses, good and bad, that really run."""
 
+import asyncio
 import json
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from titogym.cli.main import app
 from titogym.errors import UserError
 from titogym.gateway.tokens.parsers.answer import AnswerParser
 from titogym.harnesses import scripted_model
+from titogym.harnesses.openai_loop import OpenAILoop
 
 PROGRAM = str(Path(agents.__file__))
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
@@ -128,6 +131,35 @@ def test_a_program_that_asks_nothing() -> None:
     status, report = doctor("true")
     assert status == 1
     assert "base URL" in report["problems"][0]
+
+
+def test_a_program_that_crashes_before_it_asks_is_judged_by_its_crash() -> None:
+    status, report = doctor("sh", "-c", "echo no such setting; exit 3")
+    assert status == 1
+    told = (
+        "It failed before it asked a model anything: It ended with status 3; its last words: no such setting."
+    )
+    assert report["problems"] == [told]
+
+
+def test_the_gateways_log_stays_out_of_what_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    habit("drops")
+    assert [record.getMessage() for record in caplog.records if record.name == "titogym.gateway"] == []
+
+
+@pytest.mark.sandbox
+def test_the_time_of_installing_is_not_the_harnesss(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed: list[float] = []
+
+    async def prepare(self: OpenAILoop) -> None:
+        if not installed:
+            await asyncio.sleep(2)
+            installed.append(time.monotonic())
+
+    monkeypatch.setattr(OpenAILoop, "prepare", prepare)
+    status, report = doctor("openai_loop")
+    assert status == 0
+    assert report["seconds"] < time.monotonic() - installed[0]
 
 
 def test_a_program_that_hangs_is_stopped() -> None:

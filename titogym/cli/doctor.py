@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import shlex
 from collections.abc import Sequence
@@ -58,6 +59,8 @@ def harness(
 
     if matcher is not None:
         find_matcher(matcher)  # says which there are
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    logging.getLogger("titogym.harnesses").setLevel(logging.INFO)  # what is being installed
     agent = _agent(words, option or [])
     report = diagnose(asyncio.run(examine(agent, seconds=seconds)), matcher)
     if as_json:
