@@ -9,7 +9,7 @@ from titogym.gateway.sessions import divergence
 from titogym.gateway.sessions.journal import Record
 from titogym.gateway.sessions.session import Session
 from titogym.gateway.sessions.store import SessionStore
-from titogym.gateway.sessions.tree import Node
+from titogym.gateway.sessions.tree import Node, conversation
 from titogym.gateway.tokens.mismatch import Mismatch, compare, rewritten
 from titogym.templates.model import ModelAssets
 
@@ -31,12 +31,13 @@ def listed(record: Record) -> dict[str, Any]:
 
 def report(session: Session, assets: ModelAssets) -> dict[str, Any]:
     """Everything about one session but its tokens. Renders the conversations again, to compare."""
-    mismatches = [mismatch for _, mismatch in leaf_mismatches(session, assets)]
+    found = leaf_mismatches(session, assets)
+    mismatches = [mismatch for _, mismatch in found]
     told = overview(session)
     told["tito_session_mismatch"] = Counter(mismatch.type for mismatch in mismatches)
     told["diagnostics"] |= {
         "mismatch_causes": Counter(mismatch.cause for mismatch in mismatches),
-        "mismatches": [asdict(mismatch) for mismatch in mismatches[:_MOST_MISMATCHES]],
+        "mismatches": [_mismatch(*one) for one in found[:_MOST_MISMATCHES]],
     }
     return told
 
@@ -108,6 +109,11 @@ def leaf_mismatches(session: Session, assets: ModelAssets) -> list[tuple[Node, M
                 seen.add(key)
                 found.append((leaf, mismatch))
     return found
+
+
+def _mismatch(leaf: Node, mismatch: Mismatch) -> dict[str, Any]:
+    role = conversation(leaf)[mismatch.message].role
+    return {"leaf": str(leaf.id), "role": role, **asdict(mismatch)}
 
 
 def gauges(store: SessionStore) -> dict[str, float]:

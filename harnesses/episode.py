@@ -24,6 +24,7 @@ from titogym.errors import UserError
 from titogym.gateway.client import GatewayClient, GatewayError, SessionHandle
 from titogym.gateway.trajectories import Trajectory
 from titogym.harnesses.base import Connection, Harness, HarnessResult, Outcome, Player
+from titogym.harnesses.findings import Finding, findings
 from titogym.harnesses.warm import INSIDE_PORT, WarmStarts, address_of, enclosed, spec_of
 
 log = logging.getLogger(__name__)
@@ -56,8 +57,8 @@ class EpisodeResult:
     """What one episode gave. `error` is one sentence about anything but a finished, graded attempt.
 
     `reward` is None when the episode could not be graded; each trajectory carries it too. `seconds` is
-    wall time by phase: setup, agent, grade, collect. `mismatches` counts the session's
-    `tito_session_mismatch` findings by type. `log` is the tail of the agent's own output.
+    wall time by phase: setup, agent, grade, collect. `mismatches` counts all that `tito_session_mismatch`
+    found in the session, by type; `findings` are some of it. `log` is the tail of the agent's own output.
     """
 
     task_id: str
@@ -68,6 +69,7 @@ class EpisodeResult:
     turns: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     mismatches: dict[str, int] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
     evidence: dict[str, Any] = field(default_factory=dict)
     log: str = ""
     session_id: str | None = None
@@ -355,6 +357,7 @@ class _Episode:
         self.result.trajectories = trajectories
         self.result.turns = seen["turns"]
         self.result.mismatches = seen["tito_session_mismatch"]
+        self.result.findings = findings(seen)
         if self._harness.inside:
             self._explain(seen)
 

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from titogym.harnesses.episode import EpisodeResult
 from titogym.trainer.batch import Group, TrainBatch
+from titogym.trainer.rollout import findings_in
 
 Record = dict[str, Any]
 
@@ -71,6 +72,7 @@ def episode_records(episodes: Sequence[EpisodeResult], token_text: Callable[[int
             "leaf": trajectory.leaf,
             "turns": trajectory.turns,
             "finish_reason": trajectory.finish_reason,
+            "findings": findings_in(episode, trajectory),
             "tokens": trajectory.tokens,
             "texts": [token_text(token) for token in trajectory.tokens],
             "loss_mask": trajectory.loss_mask,

@@ -9,7 +9,9 @@ from typing import Literal
 
 from titogym.envs.task import Task
 from titogym.errors import UserError
+from titogym.gateway.trajectories import Trajectory
 from titogym.harnesses.episode import MODEL_OUTCOMES, EpisodeResult
+from titogym.harnesses.findings import Finding
 from titogym.trainer.batch import Group, Sample, route_array
 from titogym.trainer.buffer import Buffer
 from titogym.trainer.config import RolloutSection
@@ -285,11 +287,17 @@ def samples_of(episode: EpisodeResult, number: int) -> list[Sample]:
                 "turns": trajectory.turns,
                 "outcome": episode.outcome,
                 "finish_reason": trajectory.finish_reason,
+                "findings": findings_in(episode, trajectory),
             },
         )
         for trajectory in episode.trajectories
         if any(trajectory.loss_mask)
     ]
+
+
+def findings_in(episode: EpisodeResult, trajectory: Trajectory) -> list[Finding]:
+    """What `tito_session_mismatch` found in one trajectory; what several share is with the first."""
+    return [finding for finding in episode.findings if finding["leaf"] == trajectory.leaf]
 
 
 def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from titogym.harnesses.findings import compared, described
 from titogym.pages import templates
 from titogym.trainer.bins import LAG_BUCKETS
 from titogym.trainer.charts import Series, bar_chart, line_chart
@@ -46,6 +47,7 @@ def figures(run: RunDirectory) -> dict[str, Any]:
         "slow_steps": min(_SLOW_STEPS, len(steps)),
         "evaluations": evaluations,
         "failures": list(_failures(events)),
+        "mismatches": mismatches(steps),
         "dropped": Counter(_REASONS[e["reason"]] for e in events if e["kind"] == "group_dropped"),
     }
 
@@ -169,6 +171,17 @@ def _failures(events: Sequence[Record]) -> Iterator[dict[str, Any]]:
         yield {"cause": cause, "count": count, "error": last[cause] or ""}
 
 
+def mismatches(steps: Sequence[Record]) -> list[dict[str, Any]]:
+    """In how many episodes `tito_session_mismatch` found what, the most frequent first."""
+    episodes: Counter[tuple[str, str]] = Counter()
+    for step in steps:
+        for kind, causes in step.get("mismatches", {}).items():
+            episodes.update({(kind, cause): count for cause, count in causes.items()})
+    return [
+        {"type": kind, "cause": cause, "episodes": count} for (kind, cause), count in episodes.most_common()
+    ]
+
+
 class Listing:
     """The latest kept trajectories as lines of a table. Only files that are shown are read, and once."""
 
@@ -196,6 +209,7 @@ def _line(place: str, record: Record) -> dict[str, Any]:
         "turns": record["turns"],
         "tokens": len(record["tokens"]),
         "outcome": record["outcome"],
+        "mismatches": len(record.get("findings", ())),
     }
 
 
@@ -222,6 +236,7 @@ def trajectory(place: str, record: Record) -> dict[str, Any]:
     return {
         "title": f"{record['task']} ({when}): {reward}{advantage}",
         "detail": f"{place}: {record['turns']} turns, {record['outcome']}, {len(record['tokens'])} tokens",
+        "findings": [f"{described(f)}: {compared(f)}" for f in record.get("findings", ())],
         "pieces": [_piece(record, position) for position in range(len(record["tokens"]))],
     }
 

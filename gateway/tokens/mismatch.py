@@ -45,7 +45,8 @@ def compare(assets: ModelAssets, leaf: Node) -> list[Mismatch]:
     try:
         rendered = assets.encode(conversation, leaf.prefix, add_generation_prompt=False)
     except RenderError as error:
-        return [Mismatch("non_assistant_text", 0, 0, [], [], "", "", f"the template refuses it: {error}")]
+        cause = f"template: it refuses the conversation: {error}"
+        return [Mismatch("non_assistant_text", 0, 0, [], [], "", "", cause)]
     actual = closed_row(assets, leaf)
     if actual == rendered:
         return []

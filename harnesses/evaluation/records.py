@@ -132,7 +132,14 @@ class EvaluationDirectory:
             file=f"episodes/{_file_name(result.task_id)}-{attempt}.json",
         )
         plain = asdict(record)
-        whole = {**plain, "evidence": result.evidence, "log": result.log, "conversation": list(turns), **more}
+        whole = {
+            **plain,
+            "findings": result.findings,
+            "evidence": result.evidence,
+            "log": result.log,
+            "conversation": list(turns),
+            **more,
+        }
         try:
             _write(self.path / record.file, json.dumps(whole, default=str))
             with open(self.path / EPISODES, "a", encoding="utf-8") as lines:

@@ -18,6 +18,7 @@ from titogym.cli.control import visible
 from titogym.errors import UserError
 from titogym.gateway.client import GatewayClient, GatewayError
 from titogym.gateway.trajectories import Trajectory
+from titogym.harnesses.findings import findings, side
 
 command = typer.Typer(
     help="List, inspect and delete the sessions of a running gateway.", no_args_is_help=True
@@ -134,13 +135,14 @@ def _print_diagnostics(console: Console, report: dict[str, Any]) -> None:
         console.print(Text(f"the harness rewrote {name} of {count} answers"))
     if report["last_error"]:
         console.print(Text(f"last error: {report['last_error']['message']}", "red"))
-    if not diagnostics["mismatches"]:
+    if not (found := findings(report, len(diagnostics["mismatches"]))):
         console.print("tito_session_mismatch: none")
         return
     table = Table("type", "message", "row", "rendered again", "probable cause", title="tito_session_mismatch")
-    for item in diagnostics["mismatches"]:
-        sides = (Text(repr(item[side])[:80]) for side in ("row_text", "rendered_text"))
-        table.add_row(item["type"], str(item["message"]), *sides, Text(item["cause"]))
+    for finding in found:
+        place = f"{finding['message']} ({finding['role']})"
+        sides = Text(side(finding, "row")), Text(side(finding, "rendered"))
+        table.add_row(finding["type"], place, *sides, Text(visible(finding["cause"])))
     console.print(table)
 
 

@@ -10,9 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from titogym.cli.control import visible
-from titogym.cli.transcript import replay
+from titogym.cli.transcript import print_findings, replay
 from titogym.errors import UserError
 from titogym.trainer.runs import RunDirectory
+from titogym.trainer.view import mismatches
 
 if TYPE_CHECKING:
     from titogym.harnesses.evaluation.records import EvaluationDirectory
@@ -90,6 +91,9 @@ def _show_run(run_dir: Path, trajectory: str | None, table: bool) -> None:
     console = Console()
     if trajectory is None:
         console.print(_listing(kept))
+        for found in mismatches(run.metrics()):
+            line = f"tito_session_mismatch in {found['episodes']} episodes: {found['type']}, {found['cause']}"
+            console.print(Text(visible(line), "yellow"), soft_wrap=True)
         console.print(f"Open one with: titogym show {run_dir} --trajectory NUMBER", highlight=False)
         return
     place, record = _find(kept, trajectory)
@@ -98,6 +102,8 @@ def _show_run(run_dir: Path, trajectory: str | None, table: bool) -> None:
     console.print()
     colours = console.color_system is not None and not console.no_color
     console.print(_token_table(record) if table else _token_view(record, colours), soft_wrap=not table)
+    if (findings := record.get("findings")) is not None:
+        print_findings(console, findings, len(findings))
 
 
 def _find(kept: list[tuple[str, dict[str, Any]]], wanted: str) -> tuple[str, dict[str, Any]]:
@@ -110,7 +116,9 @@ def _find(kept: list[tuple[str, dict[str, Any]]], wanted: str) -> tuple[str, dic
 
 
 def _listing(kept: list[tuple[str, dict[str, Any]]]) -> Table:
-    table = Table("#", "name", "task", "reward", "advantage", "turns", "tokens", "sampled", "ended")
+    table = Table(
+        "#", "name", "task", "reward", "advantage", "turns", "tokens", "sampled", "mismatches", "ended"
+    )
     for number, (place, record) in enumerate(kept):
         table.add_row(
             str(number),
@@ -121,6 +129,7 @@ def _listing(kept: list[tuple[str, dict[str, Any]]]) -> Table:
             str(record["turns"]),
             str(len(record["tokens"])),
             str(sum(record["loss_mask"])),
+            str(len(record.get("findings", ())) or ""),
             record["outcome"],
         )
     return table

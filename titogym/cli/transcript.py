@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from titogym.cli.control import visible
+from titogym.harnesses.findings import Finding, compared, described
 
 if TYPE_CHECKING:
     from titogym.gateway.trajectories import Trajectory
@@ -43,6 +44,7 @@ def replay(episode: Mapping[str, Any]) -> None:
     if episode["outcome"] != "finished" and episode.get("log"):
         console.print(Text(f"The end of the agent's own output:\n{visible(episode['log'][-2000:])}"))
     _print_ending(console, episode["outcome"], episode["turns"], episode["seconds"], episode["error"])
+    print_findings(console, episode.get("findings", []), sum(episode["mismatches"].values()))
     print_grade(console, episode["reward"], episode["evidence"])
 
 
@@ -71,8 +73,17 @@ def print_result(console: Console, result: "EpisodeResult") -> None:
         _print_indented(console, "tests", result.evidence["output"], "dim")
     for number, trajectory in enumerate(result.trajectories):
         console.print(Text(f"trajectory {number}: {_measures(trajectory)}"))
-    found = ", ".join(f"{count} {kind}" for kind, count in result.mismatches.items() if count)
-    console.print(Text(f"tito_session_mismatch: {found or 'none'}", "yellow" if found else ""))
+    print_findings(console, result.findings, sum(result.mismatches.values()))
+
+
+def print_findings(console: Console, findings: Sequence[Finding], total: int) -> None:
+    """Type, place and cause of each finding, and both sides; `total` counts those that were not kept too."""
+    console.print(Text(f"tito_session_mismatch: {total or 'none'}", "yellow" if total else ""))
+    for finding in findings:
+        console.print(Text(f"  {visible(described(finding))}", "yellow"), soft_wrap=True)
+        console.print(Text(f"    {compared(finding)}", "dim"), soft_wrap=True)
+    if total > len(findings) > 0:
+        console.print(f"  and {total - len(findings)} more")
 
 
 def _print_ending(

@@ -37,9 +37,12 @@ class StepRecorder:
         self._before = Snapshot.take(self._worker, self._buffer)
         self._failures = Counter(self._worker.counters.failures)
         self._slowest: list[dict[str, Any]] = []
+        self._mismatches: dict[str, Counter[str]] = {}  # type -> cause -> episodes
 
     def episode_ended(self, result: EpisodeResult, seconds: float) -> None:
         known = {"task": result.task_id, "seconds": round(seconds, 2), "turns": result.turns}
+        for kind, cause in {(finding["type"], finding["cause"]) for finding in result.findings}:
+            self._mismatches.setdefault(kind, Counter())[cause] += 1
         self._slowest = sorted([*self._slowest, known], key=lambda e: -e["seconds"])[:_SLOWEST]
 
     def record(self, step: int, figures: Mapping[str, float]) -> dict[str, Any]:
@@ -64,6 +67,7 @@ class StepRecorder:
             "time": time.time(),
             **bottleneck(known, self._config.rollout.groups_per_step, self._config.buffer.capacity),
             "failures": dict(self._worker.counters.failures - self._failures),
+            "mismatches": {kind: dict(causes) for kind, causes in self._mismatches.items()},
             "histogram": bins,
             "consumption": self._consumption.table(),
             "slowest": self._slowest,
