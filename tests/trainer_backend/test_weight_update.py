@@ -138,9 +138,7 @@ def test_every_tensor_arrives_over_noise(world, tmp_path):
     world.change_weights()
     world.trainer.save_hf(tmp_path)
     control.update_from_disk(str(tmp_path), "from-disk")  # the engine's own loader is the witness
-    control.set_weight_version(
-        str(world.version)
-    )  # the trainer refuses an engine that something else updates
+    control.set_weight_version(str(world.version))  # else the trainer refuses what others have updated
     expected = control.weight_digests()
     control.randomize_weights()
     noise = control.weight_digests()
