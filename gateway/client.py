@@ -162,7 +162,9 @@ class GatewayClient:
         try:
             response = await self._http.request(method, url + path, json=body, params=query)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise GatewayError(f"The gateway at {url} does not answer: {error!r}.") from error
+            raise GatewayError(
+                f"The gateway at {url} does not answer: {str(error) or type(error).__name__}."
+            ) from error
         if response.is_success:
             return response.json() if response.content else None
         try:

@@ -154,4 +154,14 @@ def _ask(url: str, key: str | None, question: Callable[[GatewayClient], Awaitabl
     try:
         return asyncio.run(run())
     except GatewayError as error:
+        if error.code == "invalid_admin_key":
+            wrong = "has another admin key than that" if key else "wants its admin key"
+            raise UserError(
+                f"The gateway at {url} {wrong}: give it with --admin-key or TITOGYM_ADMIN_KEY."
+            ) from None
+        if error.status is None:
+            raise UserError(
+                f"{error} Start one with `titogym serve`, or name the one that runs with --gateway or "
+                "TITOGYM_GATEWAY."
+            ) from None
         raise UserError(str(error)) from None
