@@ -30,6 +30,21 @@ def test_check_plays_the_tasks_of_a_generator():
     assert "1 1" in told.output
 
 
+@pytest.mark.parametrize("command", ["check", "run"])
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ("nope=1", "has no option 'nope'"),
+        ("image=3", "cannot be made with image = 3"),
+        ("labels=3", "cannot be made with labels = 3"),
+    ],
+)
+def test_options_of_a_sandbox_that_do_not_fit_are_named(command, option, sentence):
+    words = ["env", command, "arithmetic?count=1", "--sandbox", "docker", "--sandbox-option", option]
+    with pytest.raises(UserError, match=sentence):
+        CliRunner().invoke(app, words, catch_exceptions=False)
+
+
 def test_check_says_what_has_no_reference(tmp_path):
     path = tmp_path / "q.jsonl"
     path.write_text('{"question": "?", "answer": "x"}\n')

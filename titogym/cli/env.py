@@ -12,6 +12,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from titogym.cli.attempting import key_values
 from titogym.cli.openenv import serve
 from titogym.cli.scaffold import scaffold
 from titogym.cli.transcript import print_grade, print_messages
@@ -92,6 +93,7 @@ SOURCE = typer.Argument(
     "as 'arithmetic?level=2&count=5'.",
 )
 SANDBOX = typer.Option("local", help="Where they run: local, docker, daytona, or a dotted path.")
+SANDBOX_OPTION = typer.Option(None, help="KEY=VALUE for the sandbox backend; VALUE is JSON or plain text.")
 
 
 @command.command()
@@ -100,6 +102,7 @@ def check(
     repeats: int = typer.Option(3, min=1, help="How often each is tried; results that differ are flaky."),
     parallel: int = typer.Option(4, min=1, help="How many attempts run at once."),
     sandbox: str = SANDBOX,
+    sandbox_option: list[str] | None = SANDBOX_OPTION,
 ) -> None:
     """Check that the solution of every task scores 1 and doing nothing scores 0, every time.
 
@@ -110,7 +113,7 @@ def check(
     found = registry.task_directories(directory) if directory else registry.tasks(source, count=10)
     with Progress(console=_console, transient=True) as progress:
         bar = progress.add_task("checking", total=len(found) * 2 * repeats)
-        backend = sandbox_backend(sandbox)
+        backend = sandbox_backend(sandbox, **key_values(sandbox_option or []))
 
         async def check_all() -> list[checking.Report]:
             kind: Any = checking.check_all if directory else checking.check_tasks
@@ -145,13 +148,14 @@ def run(
     source: str = SOURCE,
     nothing: bool = typer.Option(False, "--nothing", help="Do nothing, rather than play by the reference."),
     sandbox: str = SANDBOX,
+    sandbox_option: list[str] | None = SANDBOX_OPTION,
 ) -> None:
     """Play the first task of a source without a model, by its reference, and show what happens.
 
     `titogym run` lets a model play.
     """
     task = registry.tasks(source, count=1)[0]
-    backend = sandbox_backend(sandbox)
+    backend = sandbox_backend(sandbox, **key_values(sandbox_option or []))
 
     async def attempt() -> Played:
         try:
