@@ -257,6 +257,16 @@ def test_runs_are_listed_with_what_they_came_to(directory):
     assert f"{after:.3f}" in result.output
 
 
+def test_a_damaged_run_does_not_hide_the_others(directory, tmp_path):
+    for name in ("good", "damaged"):
+        shutil.copytree(directory, tmp_path / name)
+    (tmp_path / "damaged" / "metrics.jsonl").write_text("{]\n{}\n")
+    result = runs("list", str(tmp_path))
+    assert result.exit_code == 0, result.exception
+    assert "JSON" in result.output
+    assert "6 of 6" in result.output
+
+
 def test_runs_are_compared_by_what_they_came_to_and_how_they_differ(directory):
     result = runs("compare", str(directory), str(directory.with_name("other")))
     assert result.exit_code == 0, result.output

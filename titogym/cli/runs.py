@@ -34,10 +34,15 @@ def list_runs(
     table = Table("run", "started", "steps", "held-out before", "after", "reward in training", "state")
     for path in sorted(found, key=lambda path: -(path / "config.json").stat().st_mtime):
         run = RunDirectory(path)
-        summary = summarise(run)
+        started = datetime.fromtimestamp((path / "config.json").stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+        try:
+            summary = summarise(run)
+        except UserError as damaged:  # which says nothing about the others
+            table.add_row(str(path), started, "", "", "", "", str(damaged))
+            continue
         table.add_row(
             str(path),
-            datetime.fromtimestamp((path / "config.json").stat().st_mtime).strftime("%Y-%m-%d %H:%M"),
+            started,
             f"{summary.steps} of {run.config()['run']['steps']}",
             _number(summary.before),
             _number(summary.after),
