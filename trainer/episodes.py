@@ -71,9 +71,8 @@ async def episodes(config: RunConfig, harness: Harness, gateways: Gateways) -> A
     sandboxes = config.sandbox
     own = {} if sandboxes.root is None else {"root": sandboxes.root}
     async with AsyncExitStack() as stack:
-        backend = sandbox_backend(
-            sandboxes.backend, labels={"run": config.run.dir.name}, **own, **sandboxes.options
-        )
+        labels = {"run": config.run.dir.name}
+        backend = sandbox_backend(sandboxes.backend, **{"labels": labels, **own, **sandboxes.options})
         stack.push_async_callback(backend.close)
         stack.push_async_callback(harness.close)
         client = await stack.enter_async_context(GatewayClient(*gateways.train))

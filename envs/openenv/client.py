@@ -184,7 +184,12 @@ class OpenEnv:
             ) from error
         self._steps += 1
         if result.reward is not None:
-            self._rewards.append(float(result.reward))
+            try:
+                self._rewards.append(float(result.reward))
+            except (TypeError, ValueError):
+                raise SandboxError(
+                    f"The OpenEnv server failed: its reward is {str(result.reward)[:80]!r}, no number."
+                ) from None
         return _text(result.observation), bool(result.done)
 
 

@@ -4,7 +4,7 @@ import inspect
 from importlib.metadata import entry_points
 from typing import Any
 
-from titogym import dotted
+from titogym import dotted, options
 from titogym.envs.sandboxes.base import SandboxBackend
 from titogym.errors import UserError
 
@@ -21,7 +21,7 @@ def backends() -> dict[str, str]:
     return {**{point.name: point.value for point in entry_points(group=GROUP)}, **BACKENDS}
 
 
-def backend(name: str, **options: Any) -> SandboxBackend:
+def backend(name: str, **given: Any) -> SandboxBackend:
     """The backend of this name, entry point or dotted path (`package.module:Class`), with its options.
 
     Every backend takes `labels`, a mapping that all its sandboxes bear. Raises `UserError`.
@@ -34,10 +34,10 @@ def backend(name: str, **options: Any) -> SandboxBackend:
         )
     kind = dotted.load(known.get(name, name), "sandbox backend")
     parameters = inspect.signature(kind).parameters
-    for option in options:
+    for option in given:
         if option not in parameters:
             raise UserError(
                 f"The sandbox backend {name!r} has no option {option!r}; it has {', '.join(parameters)}."
             )
-    made: SandboxBackend = kind(**options)
+    made: SandboxBackend = kind(**options.fitted(kind, given, f"The sandbox backend {name!r}"))
     return made

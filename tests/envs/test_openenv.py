@@ -9,13 +9,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from titogym import venvs
 from titogym.envs import registry
+from titogym.envs.environment import Action
 from titogym.envs.openenv.client import OpenEnv, _text, tasks
 from titogym.envs.openenv.server import application
+from titogym.envs.sandboxes.base import SandboxError
 from titogym.errors import UserError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -169,6 +172,17 @@ def test_wrong_options_are_named(source, said):
 )
 def test_observations_become_texts(observation, text):
     assert _text(observation) == text
+
+
+async def test_a_reward_that_is_no_number_is_the_servers_failure():
+    class Client:
+        async def step(self, action):
+            return SimpleNamespace(observation={}, reward=["much"], done=False)
+
+    environment = OpenEnv()
+    environment._client, environment._text_field = Client(), "message"
+    with pytest.raises(SandboxError, match=r"its reward is .*much.*no number"):
+        await environment.step(Action("hello", ()))
 
 
 async def test_without_openenv_it_says_what_to_install(monkeypatch):

@@ -92,7 +92,7 @@ def sandbox_backend(name: str, words: Sequence[str], run: str) -> "SandboxBacken
     """The sandbox backend of this name, whose sandboxes bear the run's name."""
     from titogym.envs.sandboxes.registry import backend
 
-    return backend(name, labels={"run": run}, **key_values(words))
+    return backend(name, **{"labels": {"run": run}, **key_values(words)})
 
 
 def session_options(
