@@ -1,5 +1,6 @@
 """The four types of `tito_session_mismatch`, where they fall, and why."""
 
+import re
 from array import array
 from pathlib import Path
 
@@ -199,3 +200,12 @@ def test_message_index_in_a_long_session(assets):
         sample(forest, assets, [Message("user", f"question {n}"), Message("system", "x" * n)], ids)
     [mismatch] = found(forest, assets)
     assert kinds([mismatch]) == [("assistant_text", 17 * 3 + 2, "model")]
+
+
+def test_the_page_on_troubles_names_every_cause():
+    root = Path(__file__).parents[2]
+    source = (root / "gateway" / "tokens" / "mismatch.py").read_text()
+    causes = re.findall(r'"((?:harness|template|seam|parser|stop string|model): [^"{:]+)', source)
+    page = (root / "docs" / "troubleshooting.md").read_text()
+    assert len(causes) == 8
+    assert [cause for cause in causes if f"| `{cause}" not in page] == []

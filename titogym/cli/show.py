@@ -65,7 +65,7 @@ def _show_evaluation(directory: "EvaluationDirectory", episode: str | None) -> N
         return
     records = directory.records()
     console = Console()
-    table = Table("#", "episode", "reward", "ended by", "turns", "tokens", "seconds")
+    table = Table("#", "episode", "reward", "ended by", "turns", "tokens", "mismatches", "seconds")
     for number, record in enumerate(records):
         table.add_row(
             str(number),
@@ -74,6 +74,7 @@ def _show_evaluation(directory: "EvaluationDirectory", episode: str | None) -> N
             record.outcome,
             str(record.turns),
             str(record.tokens),
+            str(sum(record.mismatches.values()) or ""),
             f"{record.seconds.get('agent', 0.0):.1f}",
         )
     console.print(table)
