@@ -36,10 +36,13 @@ class Trials:
 
 @dataclass(frozen=True, slots=True)
 class Report:
+    """`obstacles` are what kept attempts from being graded at all, in the same words as their results."""
+
     name: str
     solution: Trials
     nothing: Trials
     refused: str = ""
+    obstacles: frozenset[str] = frozenset()
 
     @property
     def sound(self) -> bool:
@@ -61,6 +64,25 @@ class Report:
             if not trials.right:
                 return f"{what} must score {trials.wanted:g}"
         raise AssertionError("an unsound task has a reason")
+
+
+def obstacle(reports: Sequence[Report]) -> str | None:
+    """What kept every task from being checked, None where the tasks themselves are to blame.
+
+    The same for all: no sandbox can be made, say, a package is missing, or nothing has a reference. A task
+    alone may be the one at fault, unless doing nothing meets the same.
+    """
+    met = frozenset[str]().union(*(report.obstacles for report in reports))
+    if len(met) != 1 or any(report.refused for report in reports):
+        return None
+    (reason,) = met
+    alone = len(reports) == 1
+    results = [
+        result
+        for report in reports
+        for result in (*report.solution.results, *(report.nothing.results if alone else ()))
+    ]
+    return reason if all(result == reason for result in results) else None
 
 
 async def check_all(
@@ -92,24 +114,29 @@ async def check_tasks(
     """Check tasks of any environment: the solution of terminal ones, the `reference` of interactive ones."""
     slots = asyncio.Semaphore(parallel)
 
-    async def attempt(task: Task, policy: Policy) -> float | str:
+    async def attempt(task: Task, policy: Policy, obstacles: set[str]) -> float | str:
         async with slots:
             try:
                 return (await play(task, policy, backend)).grade.reward
             except Unsupported:
                 raise
-            except (GradingError, SandboxError, UserError) as error:
+            except GradingError as error:
+                return str(error)
+            except (SandboxError, UserError) as error:
+                obstacles.add(str(error))
                 return str(error)
             finally:
                 advance()
 
     async def check(task: Task) -> Report:
         policies: list[Policy] = ["reference", "nothing"]
+        met: set[str] = set()
         try:
-            results = await asyncio.gather(*(attempt(task, policy) for policy in policies * repeats))
+            results = await asyncio.gather(*(attempt(task, policy, met) for policy in policies * repeats))
         except Unsupported as error:
             return _refused(task.id, error)
-        return Report(task.id, Trials(1.0, tuple(results[0::2])), Trials(0.0, tuple(results[1::2])))
+        solution, nothing = Trials(1.0, tuple(results[0::2])), Trials(0.0, tuple(results[1::2]))
+        return Report(task.id, solution, nothing, obstacles=frozenset(met))
 
     return list(await asyncio.gather(*(check(task) for task in tasks)))
 

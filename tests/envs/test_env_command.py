@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from titogym.cli.main import app
+from titogym.envs.sandboxes.base import SandboxError
 from titogym.errors import UserError
 
 
@@ -51,6 +52,24 @@ def test_check_says_what_has_no_reference(tmp_path):
     told = run("check", str(path), "--repeats", "1")
     assert told.exit_code == 1
     assert "has no `reference`" in told.output
+
+
+def test_check_says_once_what_keeps_every_task_from_being_checked(tmp_path, monkeypatch):
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"question": "?", "answer": "x"}\n{"question": "!", "answer": "y"}\n')
+    told = run("check", str(path))
+    assert told.exit_code == 1
+    assert told.output.count("has no `reference`") == 1
+    assert told.output.strip().startswith("None of the 2 tasks could be checked: ")
+
+    monkeypatch.setattr("titogym.envs.arithmetic.Arithmetic.grade", _no_sandbox)
+    told = run("check", "arithmetic?count=1")
+    assert told.exit_code == 1
+    assert told.output.strip() == "The task could not be checked: No container engine answers."
+
+
+async def _no_sandbox(self, task, sandbox):
+    raise SandboxError("No container engine answers.")
 
 
 def test_check_and_run_say_what_an_environment_of_ones_own_fails_at(monkeypatch):

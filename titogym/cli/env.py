@@ -126,6 +126,11 @@ def check(
             return reports
 
         reports = asyncio.run(check_all())
+    if reason := checking.obstacle(reports):
+        number = "The task" if len(reports) == 1 else f"None of the {len(reports)} tasks"
+        verb = "could not be checked" if len(reports) == 1 else "could be checked"
+        _console.print(Text(f"{number} {verb}: {reason}", "red"), soft_wrap=True)
+        raise typer.Exit(1)
     table = Table()
     for heading in ("task", "solution", "doing nothing", "verdict"):
         table.add_column(heading, overflow="fold")
