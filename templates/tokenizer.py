@@ -47,6 +47,8 @@ class Tokenizer:
     def load(cls, model_dir: Path) -> "Tokenizer":
         """Read `tokenizer.json`. Raises `UserError` where it is missing, broken or not byte-level."""
         path = Path(model_dir) / "tokenizer.json"
+        if not path.parent.is_dir():
+            raise UserError(f"{model_dir} is no folder: give a model folder in Hugging Face format.")
         if not path.is_file():
             raise UserError(f"{model_dir} has no tokenizer.json; give a model folder in Hugging Face format.")
         try:

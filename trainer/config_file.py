@@ -29,22 +29,27 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"The configuration {path} is not valid TOML: {error}") from None
-    lines = _key_lines(text)
+    places = {key: f"line {number}" for key, number in _key_lines(text).items()}
     for override in overrides:
-        _override(data, override, lines)
-    return parse_config(data, origin=str(path), lines=lines)
+        places[_override(data, override)] = f"--set {override}"
+    return parse_config(data, origin=str(path), places=places)
 
 
 def parse_config(
-    data: Mapping[str, Any], *, origin: str = "configuration", lines: Mapping[str, int] | None = None
+    data: Mapping[str, Any], *, origin: str = "configuration", places: Mapping[str, str] | None = None
 ) -> RunConfig:
-    """The configuration in nested tables `data`. Raises `UserError` listing everything that is wrong."""
+    """The configuration in nested tables `data`. Raises `UserError` listing everything that is wrong.
+
+    `places` say where a key was given: in which line of `origin`, or by which `--set`.
+    """
+    places = places or {}
     try:
         return RunConfig.model_validate(dict(data))
     except ValidationError as error:
-        problems = [line for detail in error.errors() for line in _explain(detail, lines or {})]
+        problems = [line for detail in error.errors() for line in _explain(detail, places)]
         if len(problems) == 1:
-            raise UserError(f"{origin}: {problems[0]}") from None
+            of_file = not places.get(_key(error.errors()[0]), "").startswith("--set")
+            raise UserError(f"{origin}: {problems[0]}" if of_file else problems[0]) from None
         listing = "\n".join(f"  - {problem}" for problem in problems)
         raise UserError(f"{origin} has {len(problems)} problems:\n{listing}") from None
 
@@ -60,10 +65,14 @@ def _section_model(annotation: Any) -> type[Section]:
     return next(c for c in candidates if isinstance(c, type) and issubclass(c, Section))
 
 
-def _explain(detail: Any, lines: Mapping[str, int]) -> list[str]:
+def _key(detail: Any) -> str:
+    return ".".join(str(part) for part in detail["loc"])
+
+
+def _explain(detail: Any, places: Mapping[str, str]) -> list[str]:
     """One pydantic error as sentences for the person who wrote the file."""
-    key = ".".join(str(part) for part in detail["loc"])
-    where = f" (line {lines[key]})" if key in lines else ""
+    key = _key(detail)
+    where = f" ({places[key]})" if key in places else ""
     kind, value = detail["type"], detail["input"]
     if not key:  # an impossible combination, in our own words
         return str(detail["ctx"]["error"]).splitlines()
@@ -126,8 +135,8 @@ def _key_lines(text: str) -> dict[str, int]:
     return lines
 
 
-def _override(data: dict[str, Any], override: str, lines: dict[str, int]) -> None:
-    """Set one `dotted.key=value`; the value is TOML, and text that is not TOML is a string."""
+def _override(data: dict[str, Any], override: str) -> str:
+    """Set one `dotted.key=value`; the value is TOML, and text that is not TOML is a string. Returns the key."""
     key, equals, text = override.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not equals or len(parts) < 2 or not all(parts):
@@ -144,4 +153,4 @@ def _override(data: dict[str, Any], override: str, lines: dict[str, int]) -> Non
         if not isinstance(table, dict):
             raise UserError(f"--set {override}: {part} is not a table")
     table[parts[-1]] = value
-    lines.pop(".".join(parts), None)  # it no longer comes from the file
+    return ".".join(parts)

@@ -109,6 +109,8 @@ def test_a_prompt_is_never_cut_or_padded(tmp_path):
 
 
 def test_files_that_cannot_serve_are_refused_in_a_sentence(tmp_path):
+    with pytest.raises(UserError, match="nope is no folder"):
+        Tokenizer.load(tmp_path / "nope")
     with pytest.raises(UserError, match=r"has no tokenizer\.json"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -167,6 +167,13 @@ def test_overrides_win_over_the_file_and_take_bare_text_as_a_string(tmp_path):
     assert (config.run.steps, config.model.dir, config.harness.name) == (7, Path("other/dir"), "command")
 
 
+def test_what_is_wrong_with_an_override_is_not_blamed_on_the_file(tmp_path):
+    told = problem(tmp_path, MINIMAL, ("rollout.temprature=1",))
+    assert told.startswith("unknown key rollout.temprature (--set rollout.temprature=1): did you mean ")
+    both = problem(tmp_path, MINIMAL, ("rollout.temprature=1", "run.stepz=3"))
+    assert "(--set run.stepz=3)" in both
+
+
 @pytest.mark.parametrize("override", ["steps", "steps=3", "=3", "run.=3", "run.steps.x=1"])
 def test_malformed_overrides_are_refused(tmp_path, override):
     assert f"--set {override}" in problem(tmp_path, MINIMAL, (override,))
