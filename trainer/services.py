@@ -97,7 +97,10 @@ def running(
                 connect()
             except TrainerGone:
                 raise
-            except UserError as error:  # an engine has died too: the driver's first update replaces it
+            except UserError as error:
+                if not own:
+                    raise
+                # An engine has died too: the driver's first update replaces it.
                 log.warning("%s", error)
 
         up = Services(

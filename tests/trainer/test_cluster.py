@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -56,6 +57,9 @@ class World:
         self.starter = ThreadPoolExecutor(1)
         self.connected = 0
         self.stillborn = 0  # engines that will die while they start
+        self.starts = 0
+        self.starting, self.slow_start = threading.Event(), threading.Event()
+        self.slow_start.set()
         self.replaced: list[str] = []
         options = GatewayOptions([engine.url], model_dir, directory)
         cluster = Local()
@@ -64,6 +68,9 @@ class World:
             if self.stillborn:
                 self.stillborn -= 1
                 raise UserError("The engine stopped with status -9 while starting")
+            self.starts += 1
+            self.starting.set()
+            self.slow_start.wait(10)
             engine.start()
             return Scripted(engine)
 
@@ -155,6 +162,20 @@ async def test_an_engine_that_dies_while_it_starts_is_started_again(world):
     world.kill_engine()
     with pytest.raises(UserError, match=r"engine stopped with status -9(.|\n)*max_restarts"):
         await world.supervisor.mend()
+
+
+async def test_an_engine_that_comes_up_after_nobody_waits_for_it_is_kept(world):
+    """As when the trainer dies while an engine starts: its mending is cancelled, and the next one begins."""
+    world.kill_engine()
+    world.slow_start.clear()
+    mending = asyncio.create_task(world.supervisor.mend())
+    await asyncio.to_thread(world.starting.wait, 10)
+    mending.cancel()
+    await asyncio.wait([mending])
+    threading.Timer(0.3, world.slow_start.set).start()
+    assert await world.supervisor.mend()
+    assert world.engine.running.alive()
+    assert world.starts == 1
 
 
 async def test_what_dies_too_often_is_an_error_that_names_it(world):

@@ -127,10 +127,14 @@ class Supervisor:
 
     async def _replace(self, service: Service[R]) -> None:
         old = service.running
+
+        def again() -> None:  # to its end even where this is cancelled: it takes the address
+            service.running = service.restart(old)
+
         await self._blocking(old.stop)
         while service.running is old:
             try:
-                service.running = await self._blocking(lambda: service.restart(old))
+                await self._blocking(again)
             except UserError as error:  # it has died again while it was starting
                 self._spend_restart(service, str(error).removeprefix("The "))
         log.warning("the %s was replaced", service.name)
