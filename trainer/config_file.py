@@ -136,7 +136,7 @@ def _key_lines(text: str) -> dict[str, int]:
 
 
 def _override(data: dict[str, Any], override: str) -> str:
-    """Set one `dotted.key=value`; the value is TOML, and text that is not TOML is a string. Returns the key."""
+    """Set one `dotted.key=value`; the value is TOML, and text that is not TOML is a string. Gives the key."""
     key, equals, text = override.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not equals or len(parts) < 2 or not all(parts):

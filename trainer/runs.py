@@ -201,6 +201,26 @@ class RunDirectory:
             return None
         return status if time.time() - status["time"] < _STATUS_SECONDS else None
 
+    def state(self) -> str:
+        """`starting`, `running`, `ending`, `done`, or `stopped at N`, where N is the last step taken."""
+        steps = self.metrics()
+        last = steps[-1]["step"] if steps else 0
+        taken = last >= self.config()["run"]["steps"]
+        if self._is_held():
+            return "running" if self.status() else "ending" if taken else "starting"
+        return "done" if taken and self.model.is_dir() else f"stopped at {last}"
+
+    def _is_held(self) -> bool:
+        """Whether a process, this one or another, holds the lock."""
+        try:
+            with (self.path / ".lock").open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
     # --- trajectories --------------------------------------------------------------------------------
 
     def keep_trajectories(self, name: str, records: list[Record]) -> None:

@@ -15,8 +15,8 @@ from titogym.trainer.config_file import parse_config
 from titogym.trainer.runs import RunDirectory
 
 
-def config(directory: str) -> RunConfig:
-    tables = {"run": {"dir": directory, "steps": 1}, "model": {"dir": "m"}}
+def config(directory: str, steps: int = 1) -> RunConfig:
+    tables = {"run": {"dir": directory, "steps": steps}, "model": {"dir": "m"}}
     return parse_config({**tables, "environment": {"source": "shell"}})
 
 
@@ -34,6 +34,27 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, content: bytes) -> None:
 def test_a_directory_that_cannot_be_made_is_named(directory: str) -> None:
     with pytest.raises(UserError, match=r"Cannot write to run\.dir"):
         RunDirectory.create(Path(directory), config(directory))
+
+
+def test_the_state_says_what_became_of_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    run = RunDirectory.create(path, config(str(path), steps=3))
+    seen = RunDirectory(path)
+    assert seen.state() == "starting"
+    run.write_status({"phase": "training"})
+    assert seen.state() == "running"
+    run.add_metrics({"step": 1})
+    run.release()  # as a kill does: the status stays
+    assert seen.state() == "stopped at 1"
+    run = RunDirectory.reopen(path, config(str(path), steps=3))
+    run.clear_status()
+    assert seen.state() == "starting"
+    run.add_metrics({"step": 3})
+    assert seen.state() == "ending"
+    run.release()
+    assert seen.state() == "stopped at 3"  # its model was not saved
+    run.model.mkdir()
+    assert seen.state() == "done"
 
 
 def test_a_full_disk_is_told_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def list_runs(
             _number(summary.before),
             _number(summary.after),
             _number(summary.last_reward),
-            "running" if run.status() else "",
+            run.state(),
         )
     Console().print(table)
 
