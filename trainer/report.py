@@ -184,7 +184,9 @@ def write_html(run: RunDirectory) -> Path:
 
 def lead(summary: Summary) -> str:
     if summary.gain is None:
-        return f"{summary.steps} steps, without a held-out evaluation before and after."
+        if summary.before is None:
+            return f"{summary.steps} steps, without a held-out evaluation."
+        return f"{summary.steps} steps; before them, mean reward on held-out tasks was {summary.before:.3f}."
     if summary.gain == 0:
         return f"Mean reward on held-out tasks stayed at {summary.after:.3f} in {summary.steps} steps."
     verb = "rose" if summary.gain > 0 else "fell"

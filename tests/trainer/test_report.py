@@ -1,5 +1,6 @@
 """Report, charts, progress and `titogym show` on the run directory of a real (in-memory) run."""
 
+import dataclasses
 import io
 import re
 from html.parser import HTMLParser
@@ -213,3 +214,9 @@ def test_an_evaluation_names_its_failures_and_never_counts_them_as_zero():
     Progress(Console(file=out, width=180)).evaluation(evaluation)
     assert "no episode could be graded" in out.getvalue()
     assert "1 x no_reward, 1 x crashed" in out.getvalue()
+
+
+def test_the_lead_of_a_run_under_way_tells_the_reward_before(directory):
+    summary = dataclasses.replace(report.summarise(RunDirectory(directory)), after=None)
+    assert report.lead(summary).endswith(f"mean reward on held-out tasks was {summary.before:.3f}.")
+    assert report.lead(dataclasses.replace(summary, before=None)).endswith("without a held-out evaluation.")
