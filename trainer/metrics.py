@@ -2,15 +2,16 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from titogym.trainer.batch import Group
 from titogym.trainer.bins import HISTOGRAM, LAG_BUCKETS, tokens_of
 from titogym.trainer.buffer import Buffer, age
 from titogym.trainer.rollout import RolloutWorker
 
+UNIFORM_STEPS = 5  # so many in a row that taught nothing are worth a word
 Figures = dict[str, float]
 Bottleneck = Literal["rollout", "trainer", "staleness", "balanced"]
 
@@ -240,3 +241,19 @@ def bottleneck(figures: Figures, groups_per_step: int, capacity: int) -> dict[st
         else:
             name, why = "trainer", f"queue at capacity: the rollout waited {blocked:.1f} of {step:.1f} s"
     return {"bottleneck": name, "bottleneck_why": why}
+
+
+def uniform_steps(steps: Sequence[Mapping[str, Any]]) -> int:
+    """How many of the last steps, in a row, had no group whose episodes differ in reward."""
+    taught = (
+        number for number, step in enumerate(reversed(steps)) if step.get("reward/uniform_groups", 0) < 1
+    )
+    return next(taught, len(steps))
+
+
+def nothing_to_learn(steps: int) -> str:
+    """What to say of so many."""
+    return (
+        f"In the last {steps} steps all attempts at a task got the same reward, for every task, which teaches "
+        "nothing: docs/troubleshooting.md says what to change, at `reward/uniform_groups`."
+    )

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from titogym.trainer.evaluation import Evaluation
+from titogym.trainer.metrics import UNIFORM_STEPS, nothing_to_learn, uniform_steps
 
 _RATE_SECONDS = 15.0  # the live rate is the mean over so many seconds
 
@@ -85,6 +86,7 @@ class Progress:
         self._status: Callable[[], Status] | None = None
         self._rates: deque[tuple[float, int]] = deque()
         self._printed_heading = False
+        self._uniform = 0  # steps in a row that taught nothing
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -114,6 +116,9 @@ class Progress:
             heading = "  ".join(f"{column.heading:>{column.width}}" for column in self._columns())
             self.console.print(Text(heading, style="bold"), soft_wrap=True)
         self.console.print(_line(record, self._columns()), soft_wrap=True)
+        self._uniform = self._uniform + 1 if uniform_steps([record]) else 0
+        if self._uniform == UNIFORM_STEPS:
+            self.console.print(Text(nothing_to_learn(UNIFORM_STEPS), style="yellow"), soft_wrap=True)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """One held-out evaluation is done."""

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from titogym import __version__
 from titogym.processes import program
 from titogym.trainer import view
+from titogym.trainer.metrics import UNIFORM_STEPS, nothing_to_learn, uniform_steps
 from titogym.trainer.progress import COLUMNS
 from titogym.trainer.runs import RunDirectory
 
@@ -59,6 +61,8 @@ def finish(run: RunDirectory, console: Console) -> None:
     """Write reward.png and report.html, and print what the run came to and where to look next."""
     summary = summarise(run)
     console.print(_summary_table(summary))
+    if (uniform := uniform_steps(run.metrics())) >= UNIFORM_STEPS:
+        console.print(Text(nothing_to_learn(uniform), style="yellow"), soft_wrap=True)
     if summary.steps:
         plot = write_plot(run)
         page = write_html(run)

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -220,3 +221,21 @@ def test_the_lead_of_a_run_under_way_tells_the_reward_before(directory):
     summary = dataclasses.replace(report.summarise(RunDirectory(directory)), after=None)
     assert report.lead(summary).endswith(f"mean reward on held-out tasks was {summary.before:.3f}.")
     assert report.lead(dataclasses.replace(summary, before=None)).endswith("without a held-out evaluation.")
+
+
+def test_steps_that_teach_nothing_are_noticed_once_and_told_at_the_end(directory, tmp_path):
+    record = RunDirectory(directory).metrics()[0]
+    uniform, mixed = ({**record, "reward/uniform_groups": share} for share in (1.0, 0.9))
+    shutil.copytree(directory, tmp_path / "run")
+    run = RunDirectory(tmp_path / "run")
+    run.metrics_path.unlink()
+    out = io.StringIO()
+    console = Console(file=out, width=180)
+    progress = Progress(console)
+    for step in [uniform] * 4 + [mixed] + [uniform] * 7:
+        run.add_metrics(step)
+        progress.step(step)
+    assert re.findall(r"the last (\d+) steps", out.getvalue()) == ["5"]
+    report.finish(run, console)
+    assert re.findall(r"the last (\d+) steps", out.getvalue()) == ["5", "7"]
+    assert "docs/troubleshooting.md" in out.getvalue()
