@@ -254,6 +254,6 @@ def uniform_steps(steps: Sequence[Mapping[str, Any]]) -> int:
 def nothing_to_learn(steps: int) -> str:
     """What to say of so many."""
     return (
-        f"In the last {steps} steps all attempts at a task got the same reward, for every task, which teaches "
-        "nothing: docs/troubleshooting.md says what to change, at `reward/uniform_groups`."
+        f"In the last {steps} steps all attempts at a task got the same reward, for every task: they "
+        "taught nothing, and docs/troubleshooting.md says what to change, at `reward/uniform_groups`."
     )

@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from titogym.cli.control import visible
+from titogym.cli.tables import print_table
 from titogym.envs.task import Task
 from titogym.harnesses.evaluation.records import EpisodeRecord, EvaluationDirectory
 from titogym.harnesses.evaluation.report import facts, write_report
@@ -87,7 +88,7 @@ class EvaluationView:
                 style="red",
             )
         if scores.causes:
-            console.print(_cause_table(scores))
+            print_table(console, _cause_table(scores), "for example")
         path = self._directory.path
         report = write_report(self._directory)
         console.print(f"Report:   {report}", soft_wrap=True)

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from titogym.cli.tables import print_table
 from titogym.errors import UserError
 from titogym.trainer.runs import RunDirectory
 
@@ -49,7 +50,7 @@ def list_runs(
             _number(summary.last_reward),
             run.state(),
         )
-    Console().print(table)
+    print_table(Console(), table, "run")
 
 
 @command.command("compare")

@@ -15,6 +15,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from titogym.cli.control import visible
+from titogym.cli.tables import print_table
 from titogym.errors import UserError
 from titogym.gateway.client import GatewayClient, GatewayError
 from titogym.gateway.trajectories import Trajectory
@@ -45,7 +46,7 @@ def list_(gateway: Url = _LOCAL, admin_key: Key = None, as_json: AsJson = False)
         table.add_row(
             session["id"], str(session["turns"]), session["matcher"], session["policy"], used, labels
         )
-    Console().print(table)
+    print_table(Console(), table, "session")
 
 
 @command.command()

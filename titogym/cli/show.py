@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from titogym.cli.control import visible
+from titogym.cli.tables import print_table
 from titogym.cli.transcript import print_findings, replay
 from titogym.errors import UserError
 from titogym.trainer.runs import RunDirectory
@@ -77,7 +78,7 @@ def _show_evaluation(directory: "EvaluationDirectory", episode: str | None) -> N
             str(sum(record.mismatches.values()) or ""),
             f"{record.seconds.get('agent', 0.0):.1f}",
         )
-    console.print(table)
+    print_table(console, table, "episode")
     console.print(f"Replay one with: titogym show {directory.path} --episode NUMBER", highlight=False)
 
 
@@ -91,11 +92,13 @@ def _show_run(run_dir: Path, trajectory: str | None, table: bool) -> None:
         raise UserError(f"{run_dir} kept no trajectory: set run.keep_trajectories above 0.")
     console = Console()
     if trajectory is None:
-        console.print(_listing(kept))
+        print_table(console, _listing(kept), "name", "task")
         for found in mismatches(run.metrics()):
             line = f"tito_session_mismatch in {found['episodes']} episodes: {found['type']}, {found['cause']}"
             console.print(Text(visible(line), "yellow"), soft_wrap=True)
-        console.print(f"Open one with: titogym show {run_dir} --trajectory NUMBER", highlight=False)
+        console.print(
+            f"Open one with: titogym show {run_dir} --trajectory NUMBER", highlight=False, soft_wrap=True
+        )
         return
     place, record = _find(kept, trajectory)
     console.rule(Text(f"{place}: {record['task']}"))
