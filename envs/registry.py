@@ -137,7 +137,8 @@ def _tasks(source: str, split: str, seed: int, count: int | None) -> list[Task]:
         raise UserError(f"The source {source!r} is asked for {given['count']} tasks: ask for at least one.")
     path = directory(parsed.name)
     if path is not None:
-        if extra := parsed.options.keys() - {"count"}:
+        extra = parsed.options.keys() - {"count"}
+        if extra and task_directories(path):
             raise UserError(f"Task directories take no option {min(extra)!r}, only count.")
         checked = options.fitted(_of_directories, {"path": path, "count": given["count"]}, f"{parsed.name}")
         return _of_directories(**checked)
@@ -170,6 +171,11 @@ def directory(name: str) -> Path | None:
 def task_directories(path: Path) -> list[Path]:
     """`path` itself if it is a task directory, else those right below it. Raises `UserError` if none."""
     found = _inside(path)
+    if not found and (path / "__init__.py").is_file():
+        raise UserError(
+            f"{path} is a package, not a folder of tasks: name its task generator by its dotted path, such as "
+            f"{path.name}.tasks:tasks, or install it (pip install -e .) and use the name that it registers."
+        )
     if not found:
         raise UserError(f"Neither {path} nor a directory in it has a task.toml.")
     return found

@@ -40,6 +40,15 @@ def test_a_directory_without_tasks(tmp_path):
         registry.tasks(str(tmp_path))
 
 
+@pytest.mark.parametrize("source", ["my_world", "my_world?level=1&count=1"])
+def test_a_package_that_is_not_installed_is_no_folder_of_tasks(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_world").mkdir()
+    (tmp_path / "my_world" / "__init__.py").touch()
+    with pytest.raises(UserError, match=r"my_world\.tasks:tasks, or install it \(pip install -e \.\)"):
+        registry.tasks(source)
+
+
 def test_a_folder_without_tasks_hides_no_generator_of_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "arithmetic").mkdir()
