@@ -120,8 +120,9 @@ def _find(kept: list[tuple[str, dict[str, Any]]], wanted: str) -> tuple[str, dic
 
 
 def _listing(kept: list[tuple[str, dict[str, Any]]]) -> Table:
+    differing = ["mismatches"] if any(record.get("findings") for _, record in kept) else []
     table = Table(
-        "#", "name", "task", "reward", "advantage", "turns", "tokens", "sampled", "mismatches", "ended"
+        "#", "name", "task", "reward", "advantage", "turns", "tokens", "sampled", "ended", *differing
     )
     for number, (place, record) in enumerate(kept):
         table.add_row(
@@ -133,8 +134,8 @@ def _listing(kept: list[tuple[str, dict[str, Any]]]) -> Table:
             str(record["turns"]),
             str(len(record["tokens"])),
             str(sum(record["loss_mask"])),
-            str(len(record.get("findings", ())) or ""),
             record["outcome"],
+            *([str(len(record.get("findings", ())) or "")] if differing else []),
         )
     return table
 
