@@ -173,7 +173,7 @@ def task_directories(path: Path) -> list[Path]:
     found = _inside(path)
     if not found and (path / "__init__.py").is_file():
         raise UserError(
-            f"{path} is a package, not a folder of tasks: name its task generator by its dotted path, such as "
+            f"{path} is a package, no folder of tasks: name its task generator by its dotted path, such as "
             f"{path.name}.tasks:tasks, or install it (pip install -e .) and use the name that it registers."
         )
     if not found:
