@@ -31,8 +31,8 @@ from titogym.envs.shell_tasks import tasks as shell_tasks
 from titogym.envs.task import Grade, Task
 from titogym.envs.terminal import TerminalEnvironment
 from titogym.quickstart.run import CONFIG
-from titogym.trainer.report import summarise
-from titogym.trainer.runs import RunDirectory
+from titogym.trainer.pages.report import summarise
+from titogym.trainer.runs.directory import RunDirectory
 
 SECONDS = 1.5  # that the tests of most tasks take
 SKEW = 10  # times as long for the others

@@ -11,8 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from titogym.trainer.report import summarise
-from titogym.trainer.runs import RunDirectory
+from titogym.trainer.pages.report import summarise
+from titogym.trainer.runs.directory import RunDirectory
 
 
 def run_of(seed: int, out: Path) -> RunDirectory:

@@ -27,11 +27,11 @@ from titogym.quickstart.model import Recipe, prepare_tokenizer
 from titogym.quickstart.run import CONFIG
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.process import TrainerProcess
-from titogym.trainer.collate import train_batch
-from titogym.trainer.config import AlgorithmSection, OptimizerConfig
-from titogym.trainer.config_file import load_config
-from titogym.trainer.runs import RunDirectory
-from titogym.trainer.storage import read_groups
+from titogym.trainer.config.file import load_config
+from titogym.trainer.config.sections import AlgorithmSection, OptimizerConfig
+from titogym.trainer.learning.collate import train_batch
+from titogym.trainer.runs.directory import RunDirectory
+from titogym.trainer.runs.storage import read_groups
 from titogym.trainer.training import run_training
 
 EXPERTS = {

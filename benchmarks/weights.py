@@ -26,7 +26,7 @@ from titogym.quickstart import model
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.process import TrainerProcess
 from titogym.trainer.batch import TrainBatch
-from titogym.trainer.config import OptimizerConfig
+from titogym.trainer.config.sections import OptimizerConfig
 from titogym.trainer.weights.settings import MoverName, WeightSettings
 
 MOVERS: tuple[tuple[str, MoverName, str], ...] = (

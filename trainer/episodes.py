@@ -12,7 +12,7 @@ from titogym.gateway.client import GatewayClient
 from titogym.harnesses.base import Harness
 from titogym.harnesses.episode import EpisodeResult, run_episode
 from titogym.harnesses.warm import WarmStarts
-from titogym.trainer.config import RunConfig
+from titogym.trainer.config.sections import RunConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from titogym.errors import UserError
 from titogym.gateway.engines.base import EngineError
 from titogym.gateway.engines.control import EngineControl
 from titogym.harnesses.episode import MODEL_OUTCOMES, EpisodeResult
-from titogym.trainer.config import RunConfig
-from titogym.trainer.rollout import Places, RunEpisode, failure_cause
+from titogym.trainer.config.sections import RunConfig
+from titogym.trainer.rollout.worker import Places, RunEpisode, failure_cause
 
 
 @dataclass(frozen=True, slots=True)

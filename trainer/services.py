@@ -17,7 +17,7 @@ from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.process import TrainerGone, TrainerProcess
 from titogym.trainer.cluster.base import Cluster, GatewayOptions, Report, Running, RunningGateway
 from titogym.trainer.cluster.supervision import Service, Supervisor
-from titogym.trainer.config import RunConfig
+from titogym.trainer.config.sections import RunConfig
 from titogym.trainer.weights.settings import WeightSettings
 
 log = logging.getLogger(__name__)

@@ -25,20 +25,20 @@ from titogym.templates.published import read_json
 from titogym.templates.registry import resolve
 from titogym.templates.tokenizer import Tokenizer
 from titogym.trainer import on_policy, services
-from titogym.trainer.advantages import estimator
 from titogym.trainer.backends.process import TrainerError, TrainerGone
-from titogym.trainer.buffer import BufferSettings
 from titogym.trainer.cluster import cluster
-from titogym.trainer.config import RolloutSection, RunConfig
+from titogym.trainer.config.sections import RolloutSection, RunConfig
 from titogym.trainer.drivers import DRIVERS
 from titogym.trainer.drivers.parts import Parts
 from titogym.trainer.episodes import Gateways
 from titogym.trainer.evaluation import DedicatedEngines
-from titogym.trainer.live import serving
-from titogym.trainer.progress import Progress
-from titogym.trainer.report import write_html
-from titogym.trainer.runs import RunDirectory
-from titogym.trainer.trackers import trackers
+from titogym.trainer.learning.advantages import estimator
+from titogym.trainer.pages.live import serving
+from titogym.trainer.pages.report import write_html
+from titogym.trainer.rollout.buffer import BufferSettings
+from titogym.trainer.runs.directory import RunDirectory
+from titogym.trainer.runs.progress import Progress
+from titogym.trainer.runs.trackers import trackers
 
 log = logging.getLogger(__name__)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)

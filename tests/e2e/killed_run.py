@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from titogym.trainer.runs import RunDirectory
+from titogym.trainer.runs.directory import RunDirectory
 
 REPOSITORY = Path(__file__).parents[2]
 GROUPS_PER_STEP = 2

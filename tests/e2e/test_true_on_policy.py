@@ -17,7 +17,7 @@ from titogym.trainer import on_policy
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.process import TrainerProcess
 from titogym.trainer.batch import TrainBatch
-from titogym.trainer.config import OptimizerConfig
+from titogym.trainer.config.sections import OptimizerConfig
 
 TEMPERATURE = 0.8
 

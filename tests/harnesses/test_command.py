@@ -23,7 +23,7 @@ from titogym.harnesses.command import Command, fill
 from titogym.harnesses.episode import run_episode
 from titogym.harnesses.warm import enclosed
 from titogym.trainer import episodes
-from titogym.trainer.config import GatewaySection, RolloutSection, RunConfig, TrainerSection
+from titogym.trainer.config.sections import GatewaySection, RolloutSection, RunConfig, TrainerSection
 
 pytestmark = pytest.mark.sandbox
 

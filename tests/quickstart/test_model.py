@@ -17,7 +17,7 @@ from titogym.quickstart.model import Recipe, prepare_tokenizer
 from titogym.templates.conversation import Prefix
 from titogym.templates.model import load_model_assets
 from titogym.templates.verify import verify
-from titogym.trainer.config_file import load_config
+from titogym.trainer.config.file import load_config
 
 __all__ = ["backend", "sandboxes"]
 

@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-from titogym.trainer.runs import RunDirectory
-from titogym.trainer.storage import read_groups
+from titogym.trainer.runs.directory import RunDirectory
+from titogym.trainer.runs.storage import read_groups
 
 
 def assert_groups_accounted_for(run: RunDirectory, per_step: int) -> None:

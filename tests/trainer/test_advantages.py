@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titogym.errors import UserError
-from titogym.trainer.advantages import Experience, advantages, discounted, gae, grpo, rloo
 from titogym.trainer.batch import Group, Sample
-from titogym.trainer.collate import add_advantages, train_batch
-from titogym.trainer.config import AlgorithmSection
+from titogym.trainer.config.sections import AlgorithmSection
+from titogym.trainer.learning.advantages import Experience, advantages, discounted, gae, grpo, rloo
+from titogym.trainer.learning.collate import add_advantages, train_batch
 
 rewards_of_a_group = st.lists(st.floats(0, 1), min_size=2, max_size=16)
 tokens = st.lists(st.floats(-2, 2), min_size=1, max_size=12)

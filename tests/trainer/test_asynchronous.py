@@ -13,12 +13,12 @@ from rich.console import Console
 
 from tests.trainer.worlds import ACTIONS, MemoryTrainer, World, failed, softmax, tasks
 from titogym.errors import UserError
-from titogym.trainer.config import RunConfig
-from titogym.trainer.config_file import parse_config
+from titogym.trainer.config.file import parse_config
+from titogym.trainer.config.sections import RunConfig
 from titogym.trainer.drivers import DRIVERS
 from titogym.trainer.drivers.parts import Parts
-from titogym.trainer.progress import Progress
-from titogym.trainer.runs import RunDirectory
+from titogym.trainer.runs.directory import RunDirectory
+from titogym.trainer.runs.progress import Progress
 
 
 def configuration(directory: Path, **changes) -> RunConfig:

@@ -15,7 +15,7 @@ from tests.trainer_backend.models import KINDS, reference  # noqa: E402
 from titogym.trainer.backends.base import BackendSpec  # noqa: E402
 from titogym.trainer.backends.process import TrainerProcess  # noqa: E402
 from titogym.trainer.batch import TrainBatch  # noqa: E402
-from titogym.trainer.config import LossConfig, OptimizerConfig  # noqa: E402
+from titogym.trainer.config.sections import LossConfig, OptimizerConfig  # noqa: E402
 
 pytestmark = pytest.mark.train
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from titogym.errors import UserError
 from titogym.trainer.batch import Group, Sample
-from titogym.trainer.buffer import BufferSettings, GroupBuffer, Stopwatch, age, mixed_rewards
+from titogym.trainer.rollout.buffer import BufferSettings, GroupBuffer, Stopwatch, age, mixed_rewards
 
 
 def sample(*spans: tuple[int, str], mask: list[int] | None = None) -> Sample:

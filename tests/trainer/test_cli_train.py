@@ -10,7 +10,7 @@ from tests.trainer.test_config import MINIMAL
 from titogym.cli.main import app
 from titogym.errors import UserError
 from titogym.templates.families import QUICKSTART
-from titogym.trainer.config_reference import reference
+from titogym.trainer.config.reference import reference
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from titogym.errors import UserError
-from titogym.trainer.config_file import load_config, parse_config, sections
+from titogym.trainer.config.file import load_config, parse_config, sections
 
 MINIMAL = """
 [run]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trainer.test_asynchronous import Case
-from titogym.trainer.deadlines import must_wait
+from titogym.trainer.rollout.deadlines import must_wait
 
 
 def test_a_group_at_its_last_chance_is_waited_for():

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from titogym.trainer.advantages import Experience
 from titogym.trainer.batch import Group, Sample
-from titogym.trainer.config import AlgorithmSection
-from titogym.trainer.config_file import parse_config, sections
-from titogym.trainer.metrics import MEANINGS
+from titogym.trainer.config.file import parse_config, sections
+from titogym.trainer.config.sections import AlgorithmSection
+from titogym.trainer.learning.advantages import Experience
+from titogym.trainer.runs.metrics import MEANINGS
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("asynchrony.md", "backends.md", "contracts.md", "learning.md", "metrics.md", "troubleshooting.md")

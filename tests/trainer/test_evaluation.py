@@ -13,7 +13,7 @@ from tests.trainer.worlds import ACTIONS, Engine, World, episode, softmax
 from titogym.errors import UserError
 from titogym.trainer.drivers.parts import Parts
 from titogym.trainer.evaluation import DedicatedEngines
-from titogym.trainer.runs import RunDirectory
+from titogym.trainer.runs.directory import RunDirectory
 
 
 class EvalWorld:

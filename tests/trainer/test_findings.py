@@ -13,12 +13,12 @@ from tests.trainer.worlds import episode, tasks
 from titogym.cli.main import app
 from titogym.harnesses.episode import EpisodeResult
 from titogym.harnesses.findings import Finding
-from titogym.trainer.live import serving
-from titogym.trainer.records import episode_records
-from titogym.trainer.report import write_html
-from titogym.trainer.runs import RunDirectory
-from titogym.trainer.storage import read_groups
-from titogym.trainer.view import mismatches
+from titogym.trainer.pages.live import serving
+from titogym.trainer.pages.report import write_html
+from titogym.trainer.pages.view import mismatches
+from titogym.trainer.runs.directory import RunDirectory
+from titogym.trainer.runs.records import episode_records
+from titogym.trainer.runs.storage import read_groups
 
 CAUSE = "model: it sampled control tokens inside its answer"
 FINDING: Finding = {

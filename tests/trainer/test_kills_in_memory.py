@@ -8,8 +8,8 @@ import pytest
 from tests.trainer.accounts import assert_groups_accounted_for
 from tests.trainer.test_asynchronous import Case, raise_at
 from titogym.trainer.batch import Group
-from titogym.trainer.buffer import GroupBuffer
-from titogym.trainer.storage import read_groups
+from titogym.trainer.rollout.buffer import GroupBuffer
+from titogym.trainer.runs.storage import read_groups
 
 STEPS = 6
 CALLS = [f"publish {step}" for step in range(STEPS + 1)] + ["train_step", "save_hf"]

@@ -20,9 +20,9 @@ from titogym.cli.main import app
 from titogym.errors import UserError
 from titogym.trainer import training
 from titogym.trainer.backends.process import TrainerGone
-from titogym.trainer.buffer import BufferSettings
-from titogym.trainer.progress import Progress
-from titogym.trainer.runs import RunDirectory
+from titogym.trainer.rollout.buffer import BufferSettings
+from titogym.trainer.runs.directory import RunDirectory
+from titogym.trainer.runs.progress import Progress
 from titogym.trainer.training import _explained as explained
 
 

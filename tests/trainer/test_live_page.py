@@ -20,9 +20,9 @@ from tests.trainer.test_asynchronous import Case
 from tests.trainer.worlds import failed, tasks
 from titogym.cli.main import app
 from titogym.errors import UserError
-from titogym.trainer.live import serving
-from titogym.trainer.runs import RunDirectory
-from titogym.trainer.view import Listing, figures
+from titogym.trainer.pages.live import serving
+from titogym.trainer.pages.view import Listing, figures
+from titogym.trainer.runs.directory import RunDirectory
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 if CHROMIUM is None:

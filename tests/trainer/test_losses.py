@@ -9,11 +9,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from titogym.errors import UserError  # noqa: E402
-from titogym.trainer import kl  # noqa: E402
-from titogym.trainer.bins import HISTOGRAM_NAMES  # noqa: E402
-from titogym.trainer.config import LossConfig  # noqa: E402
-from titogym.trainer.corrections import correction_metrics, correction_weights  # noqa: E402
-from titogym.trainer.losses import LossInputs, combine_metrics, policy_loss  # noqa: E402
+from titogym.trainer.config.sections import LossConfig  # noqa: E402
+from titogym.trainer.learning import kl  # noqa: E402
+from titogym.trainer.learning.bins import HISTOGRAM_NAMES  # noqa: E402
+from titogym.trainer.learning.corrections import correction_metrics, correction_weights  # noqa: E402
+from titogym.trainer.learning.losses import LossInputs, combine_metrics, policy_loss  # noqa: E402
 
 pytestmark = pytest.mark.train
 

@@ -19,8 +19,8 @@ from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.process import TrainerError
 from titogym.trainer.cluster.base import GatewayOptions
 from titogym.trainer.cluster.ray import OnRay, TrainerActor
-from titogym.trainer.config import RunConfig
-from titogym.trainer.config_file import load_config
+from titogym.trainer.config.file import load_config
+from titogym.trainer.config.sections import RunConfig
 from titogym.trainer.episodes import Gateways
 
 pytestmark = [pytest.mark.train, pytest.mark.sandbox, pytest.mark.timeout(280)]

@@ -17,12 +17,12 @@ from tests.trainer.test_asynchronous import Case
 from tests.trainer.worlds import episode, tasks
 from titogym.errors import UserError
 from titogym.trainer.batch import Group, Sample
-from titogym.trainer.consumption import BUCKETS, STARVED_AFTER, Consumption
 from titogym.trainer.evaluation import summarise
-from titogym.trainer.metrics import MEANINGS, batch_figures, bottleneck, over_updates
-from titogym.trainer.runs import RunDirectory
-from titogym.trainer.storage import read_groups, write_groups
-from titogym.trainer.trackers import TensorBoardTracker, figures, prometheus_text
+from titogym.trainer.rollout.consumption import BUCKETS, STARVED_AFTER, Consumption
+from titogym.trainer.runs.directory import RunDirectory
+from titogym.trainer.runs.metrics import MEANINGS, batch_figures, bottleneck, over_updates
+from titogym.trainer.runs.storage import read_groups, write_groups
+from titogym.trainer.runs.trackers import TensorBoardTracker, figures, prometheus_text
 
 # --- groups on disk ----------------------------------------------------------------------------------
 
@@ -291,7 +291,7 @@ def test_tensorboard_forgets_the_steps_that_a_resumed_run_takes_again(tmp_path, 
 
 def test_wandb_writes_an_offline_run(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
-    from titogym.trainer.trackers import WandbTracker
+    from titogym.trainer.runs.trackers import WandbTracker
 
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(tmp_path / "own"))

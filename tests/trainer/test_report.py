@@ -17,11 +17,11 @@ from tests.trainer.test_asynchronous import Case
 from tests.trainer.worlds import failed, tasks
 from titogym.cli.main import app
 from titogym.errors import UserError
-from titogym.trainer import report, view
-from titogym.trainer.charts import Series, line_chart, nice_ticks
 from titogym.trainer.evaluation import summarise
-from titogym.trainer.progress import Progress, Status
-from titogym.trainer.runs import RunDirectory
+from titogym.trainer.pages import report, view
+from titogym.trainer.pages.charts import Series, line_chart, nice_ticks
+from titogym.trainer.runs.directory import RunDirectory
+from titogym.trainer.runs.progress import Progress, Status
 
 
 @pytest.fixture(scope="module")

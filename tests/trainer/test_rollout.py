@@ -11,9 +11,9 @@ from titogym.envs.task import Task
 from titogym.errors import UserError
 from titogym.harnesses.episode import EpisodeResult
 from titogym.trainer.batch import Group
-from titogym.trainer.buffer import BufferSettings, GroupBuffer
-from titogym.trainer.ledger import TaskLedger, TaskOrder
-from titogym.trainer.rollout import RolloutSettings, RolloutWorker, failure_cause, samples_of
+from titogym.trainer.rollout.buffer import BufferSettings, GroupBuffer
+from titogym.trainer.rollout.ledger import TaskLedger, TaskOrder
+from titogym.trainer.rollout.worker import RolloutSettings, RolloutWorker, failure_cause, samples_of
 
 
 def buffer_of(capacity: int, max_staleness: int = 9) -> GroupBuffer:

@@ -10,10 +10,10 @@ from titogym.gateway.trajectories import Trajectory
 from titogym.harnesses.episode import EpisodeResult
 from titogym.trainer import services
 from titogym.trainer.batch import Group, Sample
-from titogym.trainer.collate import train_batch
-from titogym.trainer.config import AlgorithmSection
-from titogym.trainer.rollout import samples_of
-from titogym.trainer.storage import read_groups, write_groups
+from titogym.trainer.config.sections import AlgorithmSection
+from titogym.trainer.learning.collate import train_batch
+from titogym.trainer.rollout.worker import samples_of
+from titogym.trainer.runs.storage import read_groups, write_groups
 
 ROWS = np.arange(4 * 3 * 2).reshape(4, 3, 2)  # four tokens, three layers, two experts each
 

@@ -10,9 +10,9 @@ from rich.console import Console
 
 from titogym.errors import UserError
 from titogym.trainer import training
-from titogym.trainer.config import RunConfig
-from titogym.trainer.config_file import parse_config
-from titogym.trainer.runs import RunDirectory
+from titogym.trainer.config.file import parse_config
+from titogym.trainer.config.sections import RunConfig
+from titogym.trainer.runs.directory import RunDirectory
 
 
 def config(directory: str, steps: int = 1) -> RunConfig:

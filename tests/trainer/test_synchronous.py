@@ -9,7 +9,7 @@ import pytest
 
 from tests.trainer.test_asynchronous import Case, raise_at
 from tests.trainer.worlds import failed, tasks
-from titogym.trainer.runs import RunDirectory
+from titogym.trainer.runs.directory import RunDirectory
 
 
 def synchronous(directory, **changes) -> Case:

@@ -14,11 +14,11 @@ from rich.console import Console
 
 from tests.trainer import drive
 from tests.trainer.whole_run import engine_for, left_behind, write_config
-from titogym.trainer import report
 from titogym.trainer.cluster import local
-from titogym.trainer.config_file import load_config
-from titogym.trainer.metrics import MEANINGS
-from titogym.trainer.runs import RunDirectory
+from titogym.trainer.config.file import load_config
+from titogym.trainer.pages import report
+from titogym.trainer.runs.directory import RunDirectory
+from titogym.trainer.runs.metrics import MEANINGS
 from titogym.trainer.training import run_training
 
 pytestmark = [pytest.mark.train, pytest.mark.sandbox]

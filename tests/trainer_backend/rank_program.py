@@ -23,7 +23,7 @@ from titogym.trainer.backends.layout import Layout
 from titogym.trainer.backends.megatron.backend import MegatronBackend
 from titogym.trainer.backends.steps import SteppingBackend
 from titogym.trainer.batch import TrainBatch
-from titogym.trainer.config import LossConfig, OptimizerConfig
+from titogym.trainer.config.sections import LossConfig, OptimizerConfig
 
 
 @dataclass(frozen=True)

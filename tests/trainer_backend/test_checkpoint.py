@@ -7,7 +7,7 @@ from tests.trainer_backend.models import SIZES, batch
 from titogym.errors import UserError
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.megatron.backend import MegatronBackend
-from titogym.trainer.config import OptimizerConfig
+from titogym.trainer.config.sections import OptimizerConfig
 
 pytestmark = pytest.mark.train
 TINY = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "tie_word_embeddings": True, **SIZES}

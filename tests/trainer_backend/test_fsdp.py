@@ -12,7 +12,7 @@ from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.fsdp.backend import FsdpBackend
 from titogym.trainer.backends.layout import Layout
 from titogym.trainer.backends.megatron.backend import MegatronBackend
-from titogym.trainer.config import LossConfig, OptimizerConfig
+from titogym.trainer.config.sections import LossConfig, OptimizerConfig
 
 pytestmark = pytest.mark.train
 SETTINGS = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=0.5)

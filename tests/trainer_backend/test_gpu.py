@@ -8,7 +8,7 @@ from tests.trainer_backend.models import batch, reference_logprobs, save_referen
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.fsdp.backend import FsdpBackend
 from titogym.trainer.backends.megatron.backend import MegatronBackend
-from titogym.trainer.config import OptimizerConfig
+from titogym.trainer.config.sections import OptimizerConfig
 
 pytestmark = [
     pytest.mark.train,

@@ -10,7 +10,7 @@ from tests.trainer_backend.models import SIZES, batch
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.megatron.backend import MegatronBackend
 from titogym.trainer.backends.packing import Share, length, microbatches, scatter
-from titogym.trainer.config import OptimizerConfig
+from titogym.trainer.config.sections import OptimizerConfig
 
 pytestmark = pytest.mark.train
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import torch
 from tests.trainer_backend.models import KINDS, batch, reference_logprobs, save_reference
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.megatron.backend import MegatronBackend
-from titogym.trainer.config import OptimizerConfig
+from titogym.trainer.config.sections import OptimizerConfig
 
 pytestmark = pytest.mark.train
 

@@ -15,8 +15,8 @@ from tests.trainer_backend.models import TINY, batch
 from titogym.errors import UserError
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.process import TrainerError, TrainerProcess
-from titogym.trainer.config import OptimizerConfig
-from titogym.trainer.sft import SftConfig
+from titogym.trainer.config.sections import OptimizerConfig
+from titogym.trainer.learning.sft import SftConfig
 
 pytestmark = pytest.mark.train
 SPEC = BackendSpec(optimizer=OptimizerConfig(lr=1e-2), threads=1)

@@ -15,7 +15,7 @@ from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.layout import Layout
 from titogym.trainer.backends.megatron.backend import MegatronBackend
 from titogym.trainer.backends.process import TrainerError, TrainerProcess
-from titogym.trainer.config import OptimizerConfig
+from titogym.trainer.config.sections import OptimizerConfig
 
 pytestmark = pytest.mark.train
 DATA = [30, 50, 41, 7]

@@ -8,7 +8,7 @@ from tests.trainer_backend.models import EXPERTS, TOP_K, batch, save_reference
 from titogym.errors import UserError
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.megatron.backend import MegatronBackend
-from titogym.trainer.config import OptimizerConfig
+from titogym.trainer.config.sections import OptimizerConfig
 
 pytestmark = pytest.mark.train
 LAYERS = 2

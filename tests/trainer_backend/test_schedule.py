@@ -5,7 +5,7 @@ import math
 import pytest
 
 from titogym.trainer.backends.schedule import learning_rate
-from titogym.trainer.config import OptimizerConfig
+from titogym.trainer.config.sections import OptimizerConfig
 
 
 def rates(count, **settings):

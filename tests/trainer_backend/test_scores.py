@@ -8,7 +8,7 @@ from tests.trainer_backend.models import batch, save_reference
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.fsdp.backend import FsdpBackend
 from titogym.trainer.backends.megatron.backend import MegatronBackend
-from titogym.trainer.config import LossConfig, OptimizerConfig
+from titogym.trainer.config.sections import LossConfig, OptimizerConfig
 
 pytestmark = pytest.mark.train
 SETTINGS = OptimizerConfig(lr=1e-2)

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titogym.trainer.sft import SftConfig, learning_rate, sft
+from titogym.trainer.learning.sft import SftConfig, learning_rate, sft
 
 
 class Recorder:

@@ -23,8 +23,8 @@ from titogym.trainer.backends.meeting import Hello, connect, parse_address
 from titogym.trainer.backends.process import TrainerError, TrainerGone, TrainerProcess
 from titogym.trainer.backends.spawn import WORKER
 from titogym.trainer.cluster import cluster
-from titogym.trainer.config import OptimizerConfig, RunConfig
-from titogym.trainer.config_file import parse_config
+from titogym.trainer.config.file import parse_config
+from titogym.trainer.config.sections import OptimizerConfig, RunConfig
 
 pytestmark = pytest.mark.train
 TWO = BackendSpec(optimizer=OptimizerConfig(lr=1e-2), threads=1, layout=Layout(data=2), timeout=60)
@@ -146,7 +146,7 @@ import sys
 from pathlib import Path
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.cluster import cluster
-from titogym.trainer.config import RunConfig
+from titogym.trainer.config.sections import RunConfig
 run = cluster(RunConfig.model_validate_json(sys.argv[1]))
 trainer = run.trainer(BackendSpec(), Path(sys.argv[2]), print)
 assert "torch" not in sys.modules

@@ -23,7 +23,7 @@ from titogym.gateway.engines.sglang import SGLangEngine
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.process import TrainerError, TrainerProcess
 from titogym.trainer.batch import TrainBatch
-from titogym.trainer.config import OptimizerConfig
+from titogym.trainer.config.sections import OptimizerConfig
 from titogym.trainer.weights.settings import WeightSettings
 
 pytestmark = [pytest.mark.train, pytest.mark.engine, pytest.mark.timeout(600)]

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from titogym.cli.tables import print_table
 from titogym.errors import UserError
-from titogym.trainer.runs import RunDirectory
+from titogym.trainer.runs.directory import RunDirectory
 
 command = typer.Typer(help="List, compare and watch training runs.", no_args_is_help=True)
 
@@ -27,7 +27,7 @@ def list_runs(
     ] = Path("runs"),
 ) -> None:
     """One line per run below DIR, newest first."""
-    from titogym.trainer.report import summarise
+    from titogym.trainer.pages.report import summarise
 
     found = [path.parent for path in directory.rglob("config.json") if _is_run(path.parent)]
     if not found:
@@ -58,7 +58,7 @@ def compare(
     directories: Annotated[list[Path], typer.Argument(help="Two or more run directories.", metavar="DIR...")],
 ) -> None:
     """What runs came to, and where their configurations differ."""
-    from titogym.trainer.comparison import differences, results
+    from titogym.trainer.runs.comparison import differences, results
 
     runs = [_run(path) for path in directories]
     if len(runs) < 2:
@@ -83,7 +83,7 @@ def watch(
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 takes a free one.")] = 0,
 ) -> None:
     """Serve a page that follows a run, running or ended, and Prometheus metrics at /metrics."""
-    from titogym.trainer.live import serving
+    from titogym.trainer.pages.live import serving
 
     with serving(_run(directory), port) as url:
         typer.echo(f"Watch {directory} at {url} (Ctrl-C ends it)")

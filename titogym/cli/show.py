@@ -13,8 +13,8 @@ from titogym.cli.control import visible
 from titogym.cli.tables import print_table
 from titogym.cli.transcript import print_findings, replay
 from titogym.errors import UserError
-from titogym.trainer.runs import RunDirectory
-from titogym.trainer.view import mismatches
+from titogym.trainer.pages.view import mismatches
+from titogym.trainer.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
     from titogym.harnesses.evaluation.records import EvaluationDirectory

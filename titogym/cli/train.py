@@ -37,10 +37,10 @@ def command(
     Starts an engine, a gateway and a trainer, shows one line per step, and leaves metrics, checkpoints, the
     trained model, a reward plot and an HTML report in run.dir. Stop it with Ctrl-C and go on with --resume.
     """
-    from titogym.trainer.config_file import load_config
+    from titogym.trainer.config.file import load_config
 
     if print_config_reference:
-        from titogym.trainer.config_reference import reference
+        from titogym.trainer.config.reference import reference
 
         typer.echo(reference(), nl=False)
         return
@@ -48,7 +48,7 @@ def command(
         raise typer.BadParameter("give a configuration file", param_hint="CONFIG")
     loaded = load_config(config, overrides or [])
     try:
-        from titogym.trainer import report
+        from titogym.trainer.pages import report
         from titogym.trainer.training import prepare, run_training
     except ModuleNotFoundError as error:
         raise UserError(

@@ -17,7 +17,7 @@ from titogym.templates.families import QUICKSTART
 from titogym.templates.literal import Guard
 from titogym.templates.model import ModelAssets
 from titogym.templates.render import Renderer
-from titogym.trainer.sft import Example
+from titogym.trainer.learning.sft import Example
 
 # As the openai_loop harness offers its tool; the template renders the names alone.
 TOOL = {

@@ -12,8 +12,8 @@ from titogym.quickstart.corpus import Habits
 from titogym.templates.model import load_model_assets
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.process import TrainerProcess
-from titogym.trainer.config import OptimizerConfig
-from titogym.trainer.sft import Example, SftConfig
+from titogym.trainer.config.sections import OptimizerConfig
+from titogym.trainer.learning.sft import Example, SftConfig
 
 VOCABULARY = 640  # most tokens; the corpus has fewer pairs to merge
 CONTEXT = 1024  # tokens

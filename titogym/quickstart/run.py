@@ -12,9 +12,9 @@ from titogym.errors import UserError
 from titogym.gateway.engines.environment import engine_python
 from titogym.processes import program
 from titogym.quickstart.model import prepare_model
-from titogym.trainer import report
-from titogym.trainer.config import RunConfig
-from titogym.trainer.config_file import load_config
+from titogym.trainer.config.file import load_config
+from titogym.trainer.config.sections import RunConfig
+from titogym.trainer.pages import report
 from titogym.trainer.training import run_training
 
 CONFIG = Path(__file__).with_name("config.toml")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from titogym.trainer.backends.layout import Layout
 from titogym.trainer.batch import TrainBatch
-from titogym.trainer.config import LossConfig, OptimizerConfig
+from titogym.trainer.config.sections import LossConfig, OptimizerConfig
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from titogym.errors import UserError
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.spawn import Spawned
 from titogym.trainer.batch import TrainBatch
-from titogym.trainer.sft import Example, Report, SftConfig
+from titogym.trainer.learning.sft import Example, Report, SftConfig
 from titogym.trainer.weights.settings import WeightSettings
 
 
@@ -107,7 +107,7 @@ class TrainerProcess:
         config: SftConfig,
         report: Report = lambda step, steps, metrics: None,
     ) -> dict[str, float]:
-        """`titogym.trainer.sft.sft` in the trainer process; `report` is called in this one."""
+        """`titogym.trainer.learning.sft.sft` in the trainer process; `report` is called in this one."""
         metrics: dict[str, float] = self._call("sft", examples, config, report=report)
         return metrics
 

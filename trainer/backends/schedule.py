@@ -2,7 +2,7 @@
 
 import math
 
-from titogym.trainer.config import OptimizerConfig
+from titogym.trainer.config.sections import OptimizerConfig
 
 
 def learning_rate(step: int, settings: OptimizerConfig) -> float:

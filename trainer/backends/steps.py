@@ -21,7 +21,7 @@ from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.packing import Members, Microbatch, Share, length, microbatches, scatter
 from titogym.trainer.backends.schedule import learning_rate
 from titogym.trainer.batch import TrainBatch
-from titogym.trainer.losses import batch_loss, combine_metrics
+from titogym.trainer.learning.losses import batch_loss, combine_metrics
 
 # Log-probs of a microbatch's scored tokens, their entropies and values where there are such, `[m]`.
 Scores = tuple[Tensor, Tensor | None, Tensor | None]

@@ -24,7 +24,7 @@ from titogym.trainer.backends.joining import FAREWELL
 from titogym.trainer.backends.meeting import Door, Hello, format_address, parse_address
 from titogym.trainer.backends.process import TrainerError, TrainerGone
 from titogym.trainer.backends.spawn import WORKER, thread_settings
-from titogym.trainer.config import TrainerSection
+from titogym.trainer.config.sections import TrainerSection
 
 _LOOK = 0.2  # seconds between two looks at what else may have happened
 _LAST_WORDS = 10.0  # seconds for torchrun to end after its ranks

@@ -20,7 +20,7 @@ from titogym.trainer.backends.joining import join
 from titogym.trainer.backends.meeting import Address, parse_address
 from titogym.trainer.backends.ranks import Member, RanksLost, Team, attempt
 from titogym.trainer.backends.spawn import children
-from titogym.trainer.sft import Example, SftConfig, sft
+from titogym.trainer.learning.sft import Example, SftConfig, sft
 from titogym.trainer.weights.settings import WeightSettings
 from titogym.trainer.weights.update import WeightUpdates
 

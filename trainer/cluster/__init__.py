@@ -3,7 +3,7 @@
 from titogym.trainer.backends.torchrun import Torchrun
 from titogym.trainer.cluster.base import Cluster
 from titogym.trainer.cluster.local import Local
-from titogym.trainer.config import RunConfig
+from titogym.trainer.config.sections import RunConfig
 
 
 def cluster(config: RunConfig) -> Cluster:

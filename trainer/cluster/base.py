@@ -12,7 +12,7 @@ from titogym.harnesses.base import Harness
 from titogym.harnesses.episode import EpisodeResult
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.process import TrainerProcess
-from titogym.trainer.config import RunConfig
+from titogym.trainer.config.sections import RunConfig
 from titogym.trainer.episodes import Gateways
 
 Report = Callable[[str], None]

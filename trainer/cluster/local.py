@@ -12,7 +12,7 @@ from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.process import TrainerProcess
 from titogym.trainer.backends.torchrun import Torchrun
 from titogym.trainer.cluster.base import GatewayOptions, Report, Running, RunningGateway, RunsEpisodes
-from titogym.trainer.config import RunConfig
+from titogym.trainer.config.sections import RunConfig
 from titogym.trainer.episodes import Gateways, episodes
 
 

@@ -30,7 +30,7 @@ from titogym.harnesses.registry import harness as make_harness
 from titogym.trainer.backends.base import BackendSpec
 from titogym.trainer.backends.process import TrainerGone, TrainerProcess
 from titogym.trainer.cluster.base import GatewayOptions, Report, Running, RunningGateway, RunsEpisodes
-from titogym.trainer.config import RunConfig
+from titogym.trainer.config.sections import RunConfig
 from titogym.trainer.episodes import Episodes, Gateways, episodes
 
 try:

@@ -3,10 +3,10 @@
 from collections.abc import Awaitable, Callable
 
 from titogym.trainer.batch import Group
-from titogym.trainer.buffer import Reason, oldest_version
-from titogym.trainer.deadlines import must_wait
 from titogym.trainer.drivers.base import Driver, timed
-from titogym.trainer.rollout import Places
+from titogym.trainer.rollout.buffer import Reason, oldest_version
+from titogym.trainer.rollout.deadlines import must_wait
+from titogym.trainer.rollout.worker import Places
 
 
 class AsynchronousDriver(Driver):

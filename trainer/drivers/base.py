@@ -23,26 +23,26 @@ from titogym import dotted
 from titogym.errors import UserError
 from titogym.harnesses.episode import EpisodeResult
 from titogym.trainer.batch import Group, TrainBatch
-from titogym.trainer.buffer import Buffer, BufferSettings, Reason
-from titogym.trainer.collate import add_advantages, minibatches, train_batch
-from titogym.trainer.config import RunConfig
-from titogym.trainer.consumption import Consumption
+from titogym.trainer.config.sections import RunConfig
 from titogym.trainer.drivers.parts import Parts
 from titogym.trainer.drivers.steps import StepRecorder
 from titogym.trainer.evaluation import Evaluation, Evaluator, evaluator
-from titogym.trainer.ledger import TaskLedger, TaskOrder
-from titogym.trainer.metrics import batch_figures, over_updates
-from titogym.trainer.progress import Progress, Status
-from titogym.trainer.records import episode_records, sample_records, spread
-from titogym.trainer.rollout import (
+from titogym.trainer.learning.collate import add_advantages, minibatches, train_batch
+from titogym.trainer.rollout.buffer import Buffer, BufferSettings, Reason
+from titogym.trainer.rollout.consumption import Consumption
+from titogym.trainer.rollout.ledger import TaskLedger, TaskOrder
+from titogym.trainer.rollout.worker import (
     RolloutSettings,
     RolloutWorker,
     failure_cause,
     first_error,
     samples_of,
 )
-from titogym.trainer.runs import RunDirectory
-from titogym.trainer.storage import write_groups
+from titogym.trainer.runs.directory import RunDirectory
+from titogym.trainer.runs.metrics import batch_figures, over_updates
+from titogym.trainer.runs.progress import Progress, Status
+from titogym.trainer.runs.records import episode_records, sample_records, spread
+from titogym.trainer.runs.storage import write_groups
 
 T = TypeVar("T")
 _HEALTH_INTERVAL = 1.0  # seconds between looks at the child processes

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from titogym.envs.task import Task
 from titogym.trainer.batch import TrainBatch
 from titogym.trainer.evaluation import EvalEngines
-from titogym.trainer.rollout import Announce, RunEpisode
-from titogym.trainer.trackers import Tracker
+from titogym.trainer.rollout.worker import Announce, RunEpisode
+from titogym.trainer.runs.trackers import Tracker
 
 
 class Trainer(Protocol):

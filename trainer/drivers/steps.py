@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from titogym.harnesses.episode import EpisodeResult
-from titogym.trainer.buffer import Buffer
-from titogym.trainer.config import RunConfig
-from titogym.trainer.consumption import Consumption
-from titogym.trainer.metrics import Snapshot, bottleneck, histogram, rollout_figures
-from titogym.trainer.rollout import RolloutWorker
+from titogym.trainer.config.sections import RunConfig
+from titogym.trainer.rollout.buffer import Buffer
+from titogym.trainer.rollout.consumption import Consumption
+from titogym.trainer.rollout.worker import RolloutWorker
+from titogym.trainer.runs.metrics import Snapshot, bottleneck, histogram, rollout_figures
 
 _SLOWEST = 5  # episodes of a step that are told apart
 

@@ -8,9 +8,9 @@ are aborted and collected again later, and those that have finished wait for the
 from collections.abc import Awaitable, Callable
 
 from titogym.trainer.batch import Group
-from titogym.trainer.buffer import Reason
 from titogym.trainer.drivers.base import Driver, timed
-from titogym.trainer.rollout import Places
+from titogym.trainer.rollout.buffer import Reason
+from titogym.trainer.rollout.worker import Places
 
 
 class SynchronousDriver(Driver):

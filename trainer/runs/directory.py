@@ -35,8 +35,8 @@ import orjson
 from titogym import __version__
 from titogym.errors import UserError
 from titogym.trainer.batch import Group
-from titogym.trainer.config import RunConfig
-from titogym.trainer.storage import read_groups, write_groups
+from titogym.trainer.config.sections import RunConfig
+from titogym.trainer.runs.storage import read_groups, write_groups
 
 Record = dict[str, Any]
 _STEP = re.compile(r"step-(\d+)$")

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from titogym import dotted
 from titogym.errors import UserError
-from titogym.trainer import kl
 from titogym.trainer.batch import TrainBatch
-from titogym.trainer.bins import HISTOGRAM, tokens_of
-from titogym.trainer.config import LossConfig
-from titogym.trainer.corrections import correction_metrics, correction_weights, sequence_means
+from titogym.trainer.config.sections import LossConfig
+from titogym.trainer.learning import kl
+from titogym.trainer.learning.bins import HISTOGRAM, tokens_of
+from titogym.trainer.learning.corrections import correction_metrics, correction_weights, sequence_means
 
 Gather = Callable[[list[NDArray[np.float32]]], Tensor]
 

@@ -12,10 +12,10 @@ from rich.text import Text
 
 from titogym import __version__
 from titogym.processes import program
-from titogym.trainer import view
-from titogym.trainer.metrics import UNIFORM_STEPS, nothing_to_learn, uniform_steps
-from titogym.trainer.progress import COLUMNS
-from titogym.trainer.runs import RunDirectory
+from titogym.trainer.pages import view
+from titogym.trainer.runs.directory import RunDirectory
+from titogym.trainer.runs.metrics import UNIFORM_STEPS, nothing_to_learn, uniform_steps
+from titogym.trainer.runs.progress import COLUMNS
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from titogym.harnesses.episode import EpisodeResult
 from titogym.trainer.batch import Group, TrainBatch
-from titogym.trainer.rollout import findings_in
+from titogym.trainer.rollout.worker import findings_in
 
 Record = dict[str, Any]
 

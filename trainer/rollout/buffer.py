@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 from titogym import dotted
 from titogym.errors import UserError
 from titogym.trainer.batch import Group, Sample
-from titogym.trainer.config import RunConfig
+from titogym.trainer.config.sections import RunConfig
 
 Reason = Literal["stale", "failures", "filtered"]
 # Whether the trainer should see a group; text says why not.

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from titogym.trainer.evaluation import Evaluation
-from titogym.trainer.metrics import UNIFORM_STEPS, nothing_to_learn, uniform_steps
+from titogym.trainer.runs.metrics import UNIFORM_STEPS, nothing_to_learn, uniform_steps
 
 _RATE_SECONDS = 15.0  # the live rate is the mean over so many seconds
 

@@ -6,11 +6,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from titogym.trainer import kl
-from titogym.trainer.advantages import Experience, advantages
 from titogym.trainer.batch import Group, Sample, TrainBatch
-from titogym.trainer.buffer import published
-from titogym.trainer.config import AlgorithmSection
+from titogym.trainer.config.sections import AlgorithmSection
+from titogym.trainer.learning import kl
+from titogym.trainer.learning.advantages import Experience, advantages
+from titogym.trainer.rollout.buffer import published
 
 
 def train_batch(

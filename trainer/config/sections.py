@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from titogym.trainer.backends.layout import Layout
-from titogym.trainer.config_checks import impossible
+from titogym.trainer.config.checks import impossible
 
 Text = Annotated[str, Field(min_length=1)]
 PathValue = Annotated[Path, Field(strict=False)]
@@ -239,8 +239,8 @@ class BufferSection(Section):
         default=1000, description="The run stops when the filter has refused this many groups in a row."
     )
     implementation: Text = Field(
-        default="titogym.trainer.buffer:GroupBuffer",
-        description="Dotted path to the buffer's class; `titogym.trainer.buffer:Buffer` says what it does.",
+        default="titogym.trainer.rollout.buffer:GroupBuffer",
+        description="Dotted path to the buffer's class; `Buffer` beside the default says what it does.",
     )
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from titogym.trainer.report import Summary, summarise
-from titogym.trainer.runs import Record, RunDirectory
+from titogym.trainer.pages.report import Summary, summarise
+from titogym.trainer.runs.directory import Record, RunDirectory
 
 Row = tuple[str, list[str]]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titogym.errors import UserError, install_extra
-from titogym.trainer.config import RunConfig
+from titogym.trainer.config.sections import RunConfig
 from titogym.trainer.evaluation import Evaluation
 
 _NOT_PROMETHEUS = re.compile(r"[^a-zA-Z0-9_]")

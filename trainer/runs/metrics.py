@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from titogym.trainer.batch import Group
-from titogym.trainer.bins import HISTOGRAM, LAG_BUCKETS, tokens_of
-from titogym.trainer.buffer import Buffer, age
-from titogym.trainer.rollout import RolloutWorker
+from titogym.trainer.learning.bins import HISTOGRAM, LAG_BUCKETS, tokens_of
+from titogym.trainer.rollout.buffer import Buffer, age
+from titogym.trainer.rollout.worker import RolloutWorker
 
 UNIFORM_STEPS = 5  # so many in a row that taught nothing are worth a word
 Figures = dict[str, float]

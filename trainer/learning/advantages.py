@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from titogym import dotted
 from titogym.errors import UserError
 from titogym.trainer.batch import Group
-from titogym.trainer.config import AlgorithmSection
+from titogym.trainer.config.sections import AlgorithmSection
 
 Floats = NDArray[np.float64]
 _EPSILON = 1e-6

@@ -25,8 +25,8 @@ Torch is imported here: these functions run in the trainer process only.
 import torch
 from torch import Tensor
 
-from titogym.trainer.bins import HISTOGRAM_EDGES, HISTOGRAM_NAMES, LAG_BUCKETS
-from titogym.trainer.config import LossConfig
+from titogym.trainer.config.sections import LossConfig
+from titogym.trainer.learning.bins import HISTOGRAM_EDGES, HISTOGRAM_NAMES, LAG_BUCKETS
 
 
 def sequence_sums(values: Tensor, sequences: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ from titogym.gateway.trajectories import Trajectory
 from titogym.harnesses.episode import MODEL_OUTCOMES, EpisodeResult
 from titogym.harnesses.findings import Finding
 from titogym.trainer.batch import Group, Sample, route_array
-from titogym.trainer.buffer import Buffer
-from titogym.trainer.config import RolloutSection
-from titogym.trainer.ledger import Assignment, TaskLedger
+from titogym.trainer.config.sections import RolloutSection
+from titogym.trainer.rollout.buffer import Buffer
+from titogym.trainer.rollout.ledger import Assignment, TaskLedger
 
 # Runs one episode under labels that name it. What goes wrong inside is in its result, never raised.
 RunEpisode = Callable[[Task, Mapping[str, str]], Awaitable[EpisodeResult]]

@@ -8,10 +8,10 @@ from typing import Any
 
 from titogym.harnesses.findings import compared, described
 from titogym.pages import templates
-from titogym.trainer.bins import LAG_BUCKETS
-from titogym.trainer.charts import Series, bar_chart, line_chart
-from titogym.trainer.metrics import MEANINGS
-from titogym.trainer.runs import Record, RunDirectory
+from titogym.trainer.learning.bins import LAG_BUCKETS
+from titogym.trainer.pages.charts import Series, bar_chart, line_chart
+from titogym.trainer.runs.directory import Record, RunDirectory
+from titogym.trainer.runs.metrics import MEANINGS
 
 PAGES = templates("titogym.trainer", "pages")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from titogym.trainer.backends.meeting import parse_address
 
 if TYPE_CHECKING:
-    from titogym.trainer.config import AlgorithmSection, OptimizerConfig, RunConfig, TrainerSection
+    from titogym.trainer.config.sections import AlgorithmSection, OptimizerConfig, RunConfig, TrainerSection
 
 
 def impossible(config: RunConfig) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from titogym.errors import UserError
-from titogym.trainer.config import RunConfig, Section
+from titogym.trainer.config.sections import RunConfig, Section
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:

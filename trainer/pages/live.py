@@ -20,10 +20,10 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from titogym.errors import UserError
-from titogym.trainer import report, view
-from titogym.trainer.metrics import MEANINGS
-from titogym.trainer.runs import RunDirectory
-from titogym.trainer.trackers import prometheus_text
+from titogym.trainer.pages import report, view
+from titogym.trainer.runs.directory import RunDirectory
+from titogym.trainer.runs.metrics import MEANINGS
+from titogym.trainer.runs.trackers import prometheus_text
 
 HOST = "127.0.0.1"
 _PLACE = re.compile(r"[a-z]+-\d+/\d{1,9}")

@@ -1,0 +1,1 @@
+"""From groups to a loss: advantages, corrections, divergences."""

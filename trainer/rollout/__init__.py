@@ -1,0 +1,1 @@
+"""From tasks to groups that are waiting to be trained on."""
