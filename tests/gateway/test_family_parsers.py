@@ -168,7 +168,7 @@ def test_parsing_undoes_rendering(name, data, cuts):
     marks = re.compile(
         "|".join(re.escape(mark.strip()) for mark in marks_of(name) if len(mark.strip()) > 1) + "|[<>]"
     )
-    text = texts.map(lambda t: marks.sub("", t).strip().lstrip("{"))
+    text = texts.map(lambda t: re.sub(r"^[\s{]+", "", marks.sub("", t)).strip())
     plain = arguments.map(lambda t: marks.sub("", t))
     calls = tuple(
         ToolCall(f"c{n}", data.draw(st.sampled_from(["bash", "lire_é"])), data.draw(plain))

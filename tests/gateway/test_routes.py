@@ -49,7 +49,7 @@ def test_a_sessions_routes_are_asked_for_once_and_cover_its_row(serve, moe):
     tokens = found["tokens"]
     assert rows(found) == [stand.engine.routes(i, token) for i, token in enumerate(tokens[:-1])]
     starts = [request["routed_experts_start_len"] for request in stand.engine.requests]
-    assert starts == [0, *(len(row) - 1 for row in stand.engine._served[:-1])]
+    assert starts == [0, *(len(row) - 1 for row in list(stand.engine._served)[:-1])]
     assert all(request["return_routed_experts"] for request in stand.engine.requests)
 
 
