@@ -56,7 +56,7 @@ def run_training(config: RunConfig, console: Console, *, resume: bool = False) -
     run = (RunDirectory.reopen if resume else RunDirectory.create)(config.run.dir, config)
     progress = Progress(console)
     if resume:
-        last = _last_step(run)
+        last = run.last_step()
         progress.note(
             f"Continuing from step {last}" if last else "There is no checkpoint yet: starting again"
         )
@@ -66,7 +66,7 @@ def run_training(config: RunConfig, console: Console, *, resume: bool = False) -
             _logging_to(run.logs / "driver.log"),
             asyncio.Runner() as runner,
             _live_page(config, run, progress),
-            services.running(config, cluster(config), run.logs, _last_checkpoint(run), progress.note) as up,
+            services.running(config, cluster(config), run.logs, run.last_checkpoint(), progress.note) as up,
             progress.running(),
         ):
             restarts = 0
@@ -75,8 +75,8 @@ def run_training(config: RunConfig, console: Console, *, resume: bool = False) -
                     if restarts:
                         up.trainer.close()  # then no call of it goes on that could still write a checkpoint
                         run.rewind()
-                        up.restart_trainer(_last_checkpoint(run))
-                        progress.note(f"Replaced the trainer: continuing from step {_last_step(run)}")
+                        up.restart_trainer(run.last_checkpoint())
+                        progress.note(f"Replaced the trainer: continuing from step {run.last_step()}")
                     runner.run(_train(config, prepared, up, run, progress))
                     break
                 except TrainerGone as error:
@@ -96,14 +96,6 @@ def run_training(config: RunConfig, console: Console, *, resume: bool = False) -
     finally:
         run.release()
     return run
-
-
-def _last_step(run: RunDirectory) -> int:
-    return max(run.checkpoints(), default=0)
-
-
-def _last_checkpoint(run: RunDirectory) -> Path | None:
-    return run.checkpoints().get(_last_step(run))
 
 
 @contextmanager
@@ -234,7 +226,7 @@ async def _parts(config: RunConfig, prepared: Prepared, up: services.Services) -
         (up.gateway.url, up.gateway.admin_key),
         (served.url, served.admin_key),
     )
-    following = trackers(config, config.run.dir, _last_step(RunDirectory(config.run.dir)))
+    following = trackers(config, config.run.dir, RunDirectory(config.run.dir).last_step())
     try:
         async with up.cluster.episodes(config, prepared.harness, gateways) as episodes:
             watched = up.supervisor.episode

@@ -12,7 +12,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from titogym.cli.attempting import key_values
+from titogym.cli.attempting import SandboxOptions, key_values
 from titogym.cli.openenv import serve
 from titogym.cli.scaffold import scaffold
 from titogym.cli.transcript import print_grade, print_messages
@@ -93,7 +93,6 @@ SOURCE = typer.Argument(
     "as 'arithmetic?level=2&count=5'.",
 )
 SANDBOX = typer.Option("local", help="Where they run: local, docker, daytona, or a dotted path.")
-SANDBOX_OPTION = typer.Option(None, help="KEY=VALUE for the sandbox backend; VALUE is JSON or plain text.")
 
 
 @command.command()
@@ -102,7 +101,7 @@ def check(
     repeats: int = typer.Option(3, min=1, help="How often each is tried; results that differ are flaky."),
     parallel: int = typer.Option(4, min=1, help="How many attempts run at once."),
     sandbox: str = SANDBOX,
-    sandbox_option: list[str] | None = SANDBOX_OPTION,
+    sandbox_option: SandboxOptions = None,
 ) -> None:
     """Check that the solution of every task scores 1 and doing nothing scores 0, every time.
 
@@ -153,7 +152,7 @@ def run(
     source: str = SOURCE,
     nothing: bool = typer.Option(False, "--nothing", help="Do nothing, rather than play by the reference."),
     sandbox: str = SANDBOX,
-    sandbox_option: list[str] | None = SANDBOX_OPTION,
+    sandbox_option: SandboxOptions = None,
 ) -> None:
     """Play the first task of a source without a model, by its reference, and show what happens.
 

@@ -3,7 +3,7 @@
 import typer
 from rich.console import Console
 
-from titogym.cli.attempting import key_values
+from titogym.cli.attempting import SandboxOptions, key_values
 from titogym.envs import registry
 from titogym.envs.openenv import server
 from titogym.envs.sandboxes.registry import backend as sandbox_backend
@@ -22,9 +22,7 @@ def serve(
     port: int = typer.Option(8000, min=0, max=65535, help="Port; 0 lets the system choose."),
     sessions: int = typer.Option(16, min=1, help="How many clients are served at once."),
     sandbox: str = typer.Option("local", help="Where tasks run: local, docker, daytona, or a dotted path."),
-    sandbox_option: list[str] | None = typer.Option(
-        None, help="KEY=VALUE for the sandbox backend; VALUE is JSON or plain text."
-    ),
+    sandbox_option: SandboxOptions = None,
 ) -> None:
     """Serve tasks to clients of OpenEnv (needs the extra openenv)."""
     server.serve(

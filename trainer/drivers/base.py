@@ -61,7 +61,7 @@ class Driver(ABC):
         self._parts = parts
         self._run = run
         self._progress = progress
-        self._step = self._published = max(run.checkpoints(), default=0)
+        self._step = self._published = run.last_step()
         state = run.load_state(self._step) if self._step else {"ledger": None, "consumption": None}
         held = run.load_groups(self._step) if self._step else []
         self._ledger = TaskLedger(

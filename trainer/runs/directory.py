@@ -77,7 +77,7 @@ class RunDirectory:
     def rewind(self) -> None:
         """Forget what was written after the last checkpoint; one that is being written counts."""
         with self._saving:
-            self._forget_after(max(self.checkpoints(), default=0))
+            self._forget_after(self.last_step())
 
     def release(self) -> None:
         """Give up the lock."""
@@ -261,6 +261,13 @@ class RunDirectory:
             if match and (path / "state.json").is_file():
                 found[int(match[1])] = path
         return found
+
+    def last_step(self) -> int:
+        """The step of the last checkpoint; 0 where there is none."""
+        return max(self.checkpoints(), default=0)
+
+    def last_checkpoint(self) -> Path | None:
+        return self.checkpoints().get(self.last_step())
 
     def save_checkpoint(
         self,
